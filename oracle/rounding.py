@@ -1,0 +1,117 @@
+"""Authority on what rounding to a format means, and on the hook through which the oracle's algorithms can be made to round."""
+
+import math
+import zlib
+
+import torch
+
+PRECISION_BITS = {"fp64": 53, "fp32": 24, "tf32": 10, "fp16": 11, "bf16": 8}  # tf32: the hardware truncates, so 10 and a bias
+LARGEST = {"fp64": 1.7e308, "fp32": 3.4028234663852886e38, "tf32": 3.4e38, "fp16": 65504.0, "bf16": 3.3895313892515355e38}
+FORMAT_OF_DTYPE = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def round_to(x: torch.Tensor, fmt: str) -> torch.Tensor:
+    """float64 values rounded to the nearest even value of `fmt` (tf32: toward zero), still float64.
+
+    Exponent range: fp16 has its subnormals and its infinity; the others keep float64's range.
+    """
+    if fmt == "fp64":
+        return x
+    if fmt == "tf32":
+        return (x.contiguous().view(torch.int64) & -(2**42)).view(x.dtype)
+    if fmt == "fp16":
+        return x.to(torch.float16).double()
+    carry = x * (2.0 ** (53 - PRECISION_BITS[fmt]) + 1)
+    return carry - (carry - x)
+
+
+class Rounding:
+    """The hook: every declared rounding point of an algorithm passes through one of these methods.
+
+    The base class is exact: no replicas, nothing rounds. With `replicas` = M > 0 tensors have a leading dimension M and each replica
+    rounds in its own way.
+    """
+
+    replicas = 0
+
+    def round(self, site: str, x: torch.Tensor, fmt: str) -> torch.Tensor:
+        """`x` as it is after being stored in `fmt` at `site`; the same function of the value at every call with this site."""
+        return x
+
+    def accumulate(self, site: str, value: torch.Tensor, magnitude: torch.Tensor, bits: int = 23) -> torch.Tensor:
+        """`value` as a sum accumulated with an absolute error of about magnitude * 2^-bits."""
+        return value
+
+    def constant(self, site: str, eps: float, like: torch.Tensor) -> torch.Tensor | float:
+        """A factor 1 + eps U(-1, 1), one per replica: the error of a constant (scale, log2 e) or of exp's implementation."""
+        return 1.0
+
+
+EXACT = Rounding()
+
+
+# NOTE [Random rounding functions]
+# Real rounding is a function of the value: equal values get equal errors, so repeated tokens make coherent errors that independent
+# noise would average away. A replica therefore rounds to a randomly scaled grid, rho(x) = RNE(x s) / s with one s per (replica, site).
+# A scaled grid treats a cluster of nearly equal values alike, while the real grid may have an edge inside it (1 and 2 are edges, and
+# repeated unit keys make clusters there). So half the sites, at random, dither (each element has its own offset), and every fourth
+# replica uses the format's own grid at every site. Randomness is keyed by site, not by call order: recomputing from a checkpoint
+# meets the same functions.
+class RandomGrids(Rounding):
+    """M replicas, each with its own random rounding function at every site. See NOTE [Random rounding functions]."""
+
+    def __init__(self, replicas: int, seed: int = 0, device: torch.device | str = "cpu"):
+        self.replicas = replicas
+        self.seed = seed
+        self.device = torch.device(device)
+        self.overflowed = False
+        self._real = (torch.arange(replicas) % 4 == 0).to(self.device)
+        self._uniform: dict[str, torch.Tensor] = {}
+        self._dither = torch.Generator(self.device).manual_seed(seed + 7)
+
+    def uniform(self, site: str, like: torch.Tensor) -> torch.Tensor:
+        """U(0, 1), one per replica, the same at every call: `[M, 1, ...]` with as many dimensions as `like`."""
+        if site not in self._uniform:
+            key = zlib.crc32(site.encode()) * 1_000_003 + self.seed
+            generator = torch.Generator().manual_seed(key)
+            self._uniform[site] = torch.rand(self.replicas, generator=generator, dtype=torch.float64).to(self.device)
+        return self._uniform[site].view([-1] + [1] * (like.dim() - 1))
+
+    def round(self, site: str, x: torch.Tensor, fmt: str) -> torch.Tensor:
+        if fmt == "fp64":
+            return x
+        uniform = self.uniform(site, x)
+        real = self._real.view(uniform.shape)
+        scale = torch.exp2(torch.where(real, 0.0, (2 * uniform).frac()))
+        dithers = torch.where((uniform < 0.5) & ~real, 2.0 ** (1 - PRECISION_BITS[fmt]), 0.0)
+        y = x * scale
+        noise = torch.rand(y.shape, generator=self._dither, dtype=y.dtype, device=y.device)
+        offset = y * (noise - 0.5) * dithers
+        carry = (y + offset) * (2.0 ** (53 - PRECISION_BITS[fmt]) + 1)
+        rounded = carry - (carry - (y + offset)) - offset
+        if fmt == "tf32":
+            rounded = torch.where(real, round_to(y, "tf32"), rounded)
+        if fmt == "fp16":
+            subnormal = (y + 1.5 * 2.0**28) - 1.5 * 2.0**28
+            rounded = torch.where(y.abs() < 2.0**-14, subnormal, rounded)
+            self.overflowed = self.overflowed or bool((x.abs() > LARGEST["fp16"]).any())
+        return rounded / scale
+
+    def accumulate(self, site: str, value: torch.Tensor, magnitude: torch.Tensor, bits: int = 23) -> torch.Tensor:
+        magnitude, plain = magnitude.detach(), value.detach()
+        pitch = torch.exp2(torch.frexp(magnitude)[1].to(value.dtype) - bits) * math.sqrt(0.5) * (magnitude > 0)
+        shift = self.uniform(site, value)
+        error = (torch.round(plain / pitch + shift) - shift) * pitch - plain
+        return value + torch.where(pitch > 0, error, 0.0)
+
+    def constant(self, site: str, eps: float, like: torch.Tensor) -> torch.Tensor:
+        return 1 + eps * (2 * self.uniform(site, like) - 1)
+
+
+class ToFormat(Rounding):
+    """One replica that rounds as the hardware does: an emulator of the declared rounding points, with exact accumulation."""
+
+    replicas = 1
+
+    def round(self, site: str, x: torch.Tensor, fmt: str) -> torch.Tensor:
+        return round_to(x, fmt)
