@@ -1,0 +1,27 @@
+"""KDA (Kimi Delta Attention) for PyTorch: Triton kernels, every gradient, and the registry that chooses among them."""
+
+from kda.backends import torch_backend as _torch_backend
+from kda.chunk import chunk_kda
+from kda.explain import explain
+from kda.fused_recurrent import fused_recurrent_kda
+from kda.gate import fused_kda_gate
+from kda.precision import PrecisionSpec
+from kda.record import LaunchRecord, record_launches
+from kda.routes import Explanation, Route, forbid_routes, force_route, routes
+
+__all__ = [
+    "Explanation",
+    "LaunchRecord",
+    "PrecisionSpec",
+    "Route",
+    "chunk_kda",
+    "explain",
+    "forbid_routes",
+    "force_route",
+    "fused_kda_gate",
+    "fused_recurrent_kda",
+    "record_launches",
+    "routes",
+]
+
+del _torch_backend

@@ -1,0 +1,1 @@
+"""Alternative implementations of the operator, each with its verifier."""

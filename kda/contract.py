@@ -1,0 +1,292 @@
+"""Authority on what a legal call is: one place, one wording, and every refusal before any kernel runs."""
+
+import math
+import os
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OFFSET_DTYPES = (torch.int32, torch.int64)
+MAX_HEAD_DIM = 256
+SAFE_BOUND = -5.0
+
+
+def refuse(name: str, got: object, must: str, error: type[Exception] = ValueError) -> NoReturn:
+    """The one wording of every refusal: the argument, what it was, what it must be."""
+    raise error(f"{name} is {got}; it must be {must}")
+
+
+def default_scale(q: Tensor, scale: float | None) -> float:
+    """K^-1/2 for None; anything else is left to validation."""
+    if scale is None and isinstance(q, Tensor) and q.dim() == 4 and q.shape[-1]:
+        return q.shape[-1] ** -0.5
+    return 1.0 if scale is None else scale
+
+
+@dataclass(frozen=True)
+class Call:
+    """One validated call of the operator; every route is handed exactly this.
+
+    q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g `[B, T, HV, K]`, beta `[B, T, HV]`, states `[N, HV, K, V]` fp32 (`[N, HV, V, K]` V-first).
+    """
+
+    entry: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    scale: float = 1.0
+    initial_state: Tensor | None = None
+    output_final_state: bool = False
+    use_qk_l2norm_in_kernel: bool = False
+    use_gate_in_kernel: bool = False
+    use_beta_sigmoid_in_kernel: bool = False
+    allow_neg_eigval: bool = False
+    safe_gate: bool = False
+    lower_bound: float | None = None
+    disable_recompute: bool = False
+    return_intermediate_states: bool = False
+    state_v_first: bool = False
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_cpu: Tensor | None = None
+    chunk_size: int = 64
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int, int]:
+        """(B, T, H, HV, K, V)."""
+        (B, T, H, K), (HV, V) = self.q.shape, self.v.shape[2:]
+        return B, T, H, HV, K, V
+
+    @property
+    def sequences(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        _, _, _, HV, K, V = self.shape
+        return (self.sequences, HV, V, K) if self.state_v_first else (self.sequences, HV, K, V)
+
+    def offsets(self) -> Tensor | None:
+        """cu_seqlens as kernels may trust it: int64, within [0, T], nondecreasing, whatever the device holds; no host sync."""
+        if self.cu_seqlens is None:
+            return None
+        return self.cu_seqlens.long().clamp(0, self.q.shape[1]).cummax(0).values
+
+    def chunk_offsets(self) -> Tensor:
+        """Index of every sequence's first chunk, and the total: int64 `[N + 1]` on the device, without a host sync."""
+        offsets = self.offsets()
+        if offsets is None:
+            chunks = -(-self.q.shape[1] // self.chunk_size)
+            return torch.arange(self.sequences + 1, device=self.q.device) * chunks
+        chunks = (offsets.diff() + self.chunk_size - 1).div(self.chunk_size, rounding_mode="floor")
+        return torch.nn.functional.pad(chunks.cumsum(0), (1, 0))
+
+    def chunk_bound(self) -> int:
+        """At least the number of chunks of the whole call, known without reading the offsets."""
+        if self.cu_seqlens is None:
+            return self.chunk_count()
+        return self.q.shape[1] // self.chunk_size + self.sequences
+
+    def chunk_count(self) -> int:
+        """Chunks of the whole call; for packed tensors on a GPU this reads `cu_seqlens_cpu`, or waits for the device without it."""
+        if self.cu_seqlens is None:
+            return self.sequences * -(-self.q.shape[1] // self.chunk_size)
+        offsets = self.cu_seqlens if self.cu_seqlens_cpu is None else self.cu_seqlens_cpu
+        return sum(-(-length // self.chunk_size) for length in offsets.diff().tolist())
+
+
+@dataclass(frozen=True)
+class GateCall:
+    """One validated call of the gate: g `[B, T, HV, K]`, A_log `[HV]`, dt_bias `[HV * K]`."""
+
+    g: Tensor
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    lower_bound: float | None = None
+    output_dtype: torch.dtype = torch.float32
+
+    entry = "gate"
+
+
+def validate(call: Call) -> Call:
+    """Refuse anything that is not in the contract; returns the call itself."""
+    _check_tensors(call)
+    _check_flags(call)
+    _check_bound(call)
+    _check_gate_parameters(call.use_gate_in_kernel, call.lower_bound, call.A_log, call.dt_bias, call.g)
+    _check_offsets(call)
+    _check_state(call)
+    if os.environ.get("KDA_VALIDATE") == "1":
+        _check_values(call)
+    return call
+
+
+def validate_gate(call: GateCall) -> GateCall:
+    """The contract of `fused_kda_gate`; returns the call itself."""
+    _check_tensor("g", call.g, "[B, T, HV, K]", 4, None, FLOAT_DTYPES, call.g)
+    _check_lower_bound(call.lower_bound)
+    _check_gate_parameters(True, call.lower_bound, call.A_log, call.dt_bias, call.g)
+    if call.output_dtype not in _allowed(FLOAT_DTYPES, call.g):
+        refuse("output_dtype", call.output_dtype, f"one of {_names(FLOAT_DTYPES)}", TypeError)
+    return call
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _allowed(dtypes: tuple[torch.dtype, ...], like: Tensor) -> tuple[torch.dtype, ...]:
+    """float64 is legal on the CPU, where the PyTorch backend computes in it."""
+    return (*dtypes, torch.float64) if like.device.type == "cpu" else dtypes
+
+
+def _check_tensor(name, x, letters, rank, shape, dtypes, like) -> None:
+    if not isinstance(x, Tensor):
+        refuse(name, type(x).__name__, f"a tensor {letters}", TypeError)
+    if x.dim() != rank:
+        refuse(f"{name}.shape", list(x.shape), letters)
+    if shape is not None and tuple(x.shape) != tuple(shape):
+        refuse(f"{name}.shape", list(x.shape), f"{letters} = {list(shape)}")
+    if x.dtype not in _allowed(dtypes, x):
+        refuse(f"{name}.dtype", str(x.dtype).removeprefix("torch."), f"one of {_names(dtypes)}", TypeError)
+    if x.device != like.device:
+        refuse(f"{name}.device", x.device, f"{like.device}, as the other tensors")
+
+
+def _check_tensors(call: Call) -> None:
+    q = call.q
+    _check_tensor("q", q, "[B, T, H, K]", 4, None, FLOAT_DTYPES, q)
+    B, T, H, K = q.shape
+    if not 1 <= K <= MAX_HEAD_DIM:
+        refuse("q.shape", list(q.shape), f"[B, T, H, K] with K in 1..{MAX_HEAD_DIM}")
+    _check_tensor("k", call.k, "[B, T, H, K]", 4, q.shape, (q.dtype,), q)
+    _check_tensor("v", call.v, "[B, T, HV, V]", 4, None, (q.dtype,), q)
+    HV, V = call.v.shape[2:]
+    if call.v.shape[:2] != q.shape[:2]:
+        refuse("v.shape", list(call.v.shape), f"[B, T, HV, V] with B, T = {B}, {T}")
+    if not 1 <= V <= MAX_HEAD_DIM:
+        refuse("v.shape", list(call.v.shape), f"[B, T, HV, V] with V in 1..{MAX_HEAD_DIM}")
+    if H < 1 or HV % H or HV < H:
+        refuse("v.shape", list(call.v.shape), f"[B, T, HV, V] with HV a multiple of H = {H}")
+    _check_tensor("g", call.g, "[B, T, HV, K]", 4, (B, T, HV, K), FLOAT_DTYPES, q)
+    _check_tensor("beta", call.beta, "[B, T, HV]", 3, (B, T, HV), FLOAT_DTYPES, q)
+    if isinstance(call.scale, bool) or not isinstance(call.scale, (int, float)) or not math.isfinite(call.scale):
+        refuse("scale", repr(call.scale), "a finite number, or None for K^-1/2", TypeError)
+
+
+def _check_flags(call: Call) -> None:
+    for name in (
+        "output_final_state",
+        "use_qk_l2norm_in_kernel",
+        "use_gate_in_kernel",
+        "use_beta_sigmoid_in_kernel",
+        "allow_neg_eigval",
+        "safe_gate",
+        "disable_recompute",
+        "return_intermediate_states",
+        "state_v_first",
+    ):
+        if not isinstance(getattr(call, name), bool):
+            refuse(name, repr(getattr(call, name)), "True or False", TypeError)
+    if call.allow_neg_eigval and not call.use_beta_sigmoid_in_kernel:
+        refuse("allow_neg_eigval", True, "False unless use_beta_sigmoid_in_kernel is True: it doubles that sigmoid")
+    if call.chunk_size not in (32, 64):
+        refuse("chunk_size", repr(call.chunk_size), "32 or 64")
+
+
+def _check_lower_bound(bound: object) -> None:
+    if bound is None:
+        return
+    if isinstance(bound, bool) or not isinstance(bound, (int, float)):
+        refuse("lower_bound", repr(bound), "a number below 0, or None", TypeError)
+    if not (math.isfinite(bound) and bound < 0):
+        refuse("lower_bound", repr(bound), "a finite number below 0")
+
+
+def _check_bound(call: Call) -> None:
+    _check_lower_bound(call.lower_bound)
+    if call.lower_bound is not None and not call.use_gate_in_kernel:
+        refuse("lower_bound", repr(call.lower_bound), "None unless use_gate_in_kernel is True: it belongs to that activation")
+    if call.safe_gate and call.use_gate_in_kernel and (call.lower_bound is None or call.lower_bound < SAFE_BOUND):
+        refuse("lower_bound", repr(call.lower_bound), f"in [{SAFE_BOUND:g}, 0) when safe_gate and use_gate_in_kernel are True")
+
+
+def _check_gate_parameters(in_kernel: bool, lower_bound, A_log, dt_bias, g: Tensor) -> None:
+    HV, K = g.shape[2:]
+    if not in_kernel:
+        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if x is not None:
+                refuse(name, "given", "None unless use_gate_in_kernel is True")
+        return
+    if A_log is None and lower_bound is None:
+        refuse("A_log", None, "a tensor [HV] for the softplus gate (only a lower_bound gate can do without)")
+    if A_log is not None:
+        _check_tensor("A_log", A_log, "[HV]", 1, (HV,), FLOAT_DTYPES, g)
+    if dt_bias is not None:
+        _check_tensor("dt_bias", dt_bias, "[HV * K]", 1, (HV * K,), FLOAT_DTYPES, g)
+
+
+def _check_offsets(call: Call) -> None:
+    cu, cpu = call.cu_seqlens, call.cu_seqlens_cpu
+    if cu is None:
+        if cpu is not None:
+            refuse("cu_seqlens_cpu", "given", "None unless cu_seqlens is given")
+        return
+    if not isinstance(cu, Tensor):
+        refuse("cu_seqlens", type(cu).__name__, "a tensor [N + 1]", TypeError)
+    if cu.dim() != 1 or cu.numel() < 1:
+        refuse("cu_seqlens.shape", list(cu.shape), "[N + 1]")
+    if cu.dtype not in OFFSET_DTYPES:
+        refuse("cu_seqlens.dtype", str(cu.dtype).removeprefix("torch."), "int32 or int64", TypeError)
+    if cu.device != call.q.device:
+        refuse("cu_seqlens.device", cu.device, f"{call.q.device}, as the other tensors")
+    if call.q.shape[0] != 1:
+        refuse("q.shape", list(call.q.shape), "[1, T, H, K] when cu_seqlens packs the batch")
+    if cpu is not None and (not isinstance(cpu, Tensor) or cpu.device.type != "cpu" or cpu.shape != cu.shape):
+        refuse("cu_seqlens_cpu", "something else", f"a copy of cu_seqlens [{cu.numel()}] on the CPU")
+    # On a GPU the offsets are read only if that costs no wait; kernels clamp them to [0, T] in any case.
+    readable = cpu if cpu is not None else cu
+    if readable.device.type == "cpu" or os.environ.get("KDA_VALIDATE") == "1":
+        offsets = readable.tolist()
+        if offsets[0] != 0:
+            refuse("cu_seqlens[0]", offsets[0], "0")
+        for i, (a, b) in enumerate(zip(offsets, offsets[1:])):
+            if b < a:
+                refuse(f"cu_seqlens[{i + 1}]", b, f"at least cu_seqlens[{i}] = {a}")
+        if offsets[-1] > call.q.shape[1]:
+            refuse("cu_seqlens[-1]", offsets[-1], f"at most T = {call.q.shape[1]}")
+
+
+def _check_state(call: Call) -> None:
+    if call.initial_state is not None:
+        letters = "[N, HV, V, K]" if call.state_v_first else "[N, HV, K, V]"
+        _check_tensor("initial_state", call.initial_state, letters, 4, call.state_shape, (torch.float32,), call.q)
+
+
+def _first(mask: Tensor) -> list[int]:
+    return mask.nonzero()[0].tolist()
+
+
+def _check_values(call: Call) -> None:
+    """What only reading the data can show; asked for with KDA_VALIDATE=1, since it waits for the device."""
+    for name in ("q", "k", "v", "beta", "A_log", "dt_bias", "initial_state"):
+        x = getattr(call, name)
+        if x is not None and not bool(torch.isfinite(x).all()):
+            at = _first(~torch.isfinite(x))
+            refuse(f"{name}{at}", x[tuple(at)].item(), "finite")
+    g = call.g
+    if call.use_gate_in_kernel:
+        wrong, must = ~torch.isfinite(g), "finite"
+    elif call.safe_gate:
+        wrong, must = ~((g <= 0) & (g >= SAFE_BOUND)), f"in [{SAFE_BOUND:g}, 0] when safe_gate is True"
+    else:
+        wrong, must = ~(g <= 0), "a log decay <= 0"
+    if bool(wrong.any()):
+        at = _first(wrong)
+        refuse(f"g{at}", g[tuple(at)].item(), must)

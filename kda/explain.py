@@ -1,0 +1,27 @@
+"""Authority on answering "which route would this call take, and why not the others?" without running it."""
+
+from collections.abc import Callable
+
+from kda import routes
+from kda.chunk import chunk_kda
+from kda.fused_recurrent import fused_recurrent_kda
+from kda.gate import fused_kda_gate
+from kda.routes import Explanation
+
+ENTRIES: dict[str, Callable] = {entry.__name__: entry for entry in (chunk_kda, fused_recurrent_kda, fused_kda_gate)}
+
+
+def explain(entry: Callable | str, *args: object, **kwargs: object) -> Explanation:
+    """The route that `entry(*args, **kwargs)` would take and the reasons of those that refused; nothing is launched.
+
+    `entry` is one of chunk_kda, fused_recurrent_kda, fused_kda_gate, or its name. A call outside the contract raises as it would.
+    """
+    name = entry if isinstance(entry, str) else getattr(entry, "__name__", repr(entry))
+    if name not in ENTRIES:
+        raise ValueError(f"entry is {name!r}; it must be one of {', '.join(ENTRIES)}")
+    with routes.explaining():
+        try:
+            ENTRIES[name](*args, **kwargs)
+        except routes.Explained as answer:
+            return answer.explanation
+    raise AssertionError(f"{name} returned without asking for a route")

@@ -1,0 +1,322 @@
+"""Authority on the recurrent route: `fused_recurrent_kda`, its launchers and its autograd formula."""
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kda import contract, record, routes
+from kda.contract import Call
+from kda.gate import dense, gate_backward
+from kda.precision import PrecisionSpec
+from kda.recurrent_kernels import kda_recurrent_bwd_kernel, kda_recurrent_fwd_kernel, kda_sum_heads_kernel
+
+ROUTE = "recurrent"
+SUM_TOKENS = 16  # tokens per program when partial gradients are summed
+BACKWARD_PROGRAMS = 1024  # bounds the workspace: 64 states each
+
+PRECISION = PrecisionSpec(
+    algorithm="recurrent",
+    stages={
+        "gate": "fp32",
+        "decay": "fp32",
+        "qk_norm": "fp32",
+        "beta": "fp32",
+        "state": "fp32",
+        "update": "fp32",
+        "state_grad": "fp32",
+        "partial_grad": "fp32",
+        "o": "io",
+        "dq": "io",
+        "dk": "io",
+        "dv": "io",
+        "dbeta": "beta",
+        "dg": "g",
+        "ht": "fp32",
+        "h": "fp32",
+        "dh0": "fp32",
+    },
+)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a [K, V] state is cut: BK covers K, BV columns of V to a program."""
+
+    BK: int
+    BV: int
+    num_warps: int
+
+
+def forward_tile(K: int, V: int) -> Tile:
+    """One warp holds the whole tile, so that no reduction crosses warps: about 32 values of state a thread."""
+    BK = max(8, triton.next_power_of_2(K))
+    return Tile(BK, min(max(8, 1024 // BK), max(8, triton.next_power_of_2(V))), 1)
+
+
+def backward_tile(K: int, V: int) -> Tile:
+    """Wider tiles than the forward's, since every tile writes its own partial dq, dk and dg."""
+    BK = max(8, triton.next_power_of_2(K))
+    return Tile(BK, min(32, max(8, triton.next_power_of_2(V))), 4 if BK > 64 else 2)
+
+
+def _constants(call: Call, tile: Tile) -> dict[str, object]:
+    _, _, H, HV, K, V = call.shape
+    return {
+        "H": H,
+        "HV": HV,
+        "K": K,
+        "V": V,
+        "BK": tile.BK,
+        "BV": tile.BV,
+        "IS_VARLEN": call.cu_seqlens is not None,
+        "GATE_IN_KERNEL": call.use_gate_in_kernel,
+        "IS_BOUNDED": call.lower_bound is not None,
+        "BETA_SIGMOID": call.use_beta_sigmoid_in_kernel,
+        "NEG_EIGVAL": call.allow_neg_eigval,
+        "L2NORM": call.use_qk_l2norm_in_kernel,
+        "V_FIRST": call.state_v_first,
+        "num_warps": tile.num_warps,
+    }
+
+
+def _allocate(call: Call, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
+    """Token-wise output: a packed batch may end in tokens of no sequence, whose results are 0."""
+    make = torch.empty if call.cu_seqlens is None else torch.zeros
+    return make(shape, dtype=dtype, device=call.q.device)
+
+
+def _recurrent_forward(call: Call, keep_states: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """o, the final state if asked for, and the states before every `chunk_size`-th token (upper-bound number of slots)."""
+    B, T, _, HV, K, V = call.shape
+    o = _allocate(call, call.v.shape, call.q.dtype)
+    new_state = lambda n: torch.empty(n, *call.state_shape[1:], dtype=torch.float32, device=call.q.device)  # noqa: E731
+    ht = new_state(call.sequences) if call.output_final_state else None
+    h = new_state(call.chunk_bound()) if keep_states else None
+    tile = forward_tile(K, V)
+    grid = (call.sequences * HV * triton.cdiv(V, tile.BV),)
+    if grid[0]:
+        record.note(ROUTE, "kda_recurrent_fwd_kernel", **vars(tile))
+        kda_recurrent_fwd_kernel[grid](
+            call.q,
+            call.k,
+            call.v,
+            call.g,
+            call.beta,
+            call.A_log,
+            call.dt_bias,
+            call.initial_state,
+            o,
+            ht,
+            h,
+            call.offsets(),
+            call.chunk_offsets() if keep_states else None,
+            call.scale,
+            call.lower_bound or 0.0,
+            T,
+            call.chunk_size,
+            **_constants(call, tile),
+        )
+    return o, ht, h
+
+
+def _sum_heads(call: Call, partial: Tensor, x: Tensor | None, out: Tensor, group: int) -> Tensor:
+    """Sum partial `[NV, rows, H * group, K]` over tiles and group into `out` `[B, T, H, K]`, through l2norm of x if given."""
+    B, T, H, K = out.shape
+    if out.numel():
+        record.note(ROUTE, "kda_sum_heads_kernel", BT=SUM_TOKENS)
+        kda_sum_heads_kernel[(triton.cdiv(B * T, SUM_TOKENS) * H,)](
+            out if x is None else x,
+            partial,
+            out,
+            B * T,
+            H=H,
+            G=group,
+            K=K,
+            NV=partial.shape[0],
+            BT=SUM_TOKENS,
+            BK=triton.next_power_of_2(K),
+            L2NORM=x is not None,
+            num_warps=4,
+        )
+    return out
+
+
+def _beta_gradient(call: Call, dbeta: Tensor) -> Tensor:
+    """Through beta's sigmoid if it is in the kernel; sigmoid'(x) = e^-|x| / (1 + e^-|x|)^2 does not cancel."""
+    if call.use_beta_sigmoid_in_kernel:
+        e = torch.exp(-call.beta.float().abs())
+        dbeta = dbeta * (e / (1 + e).square()) * (2.0 if call.allow_neg_eigval else 1.0)
+    return dbeta.to(call.beta.dtype)
+
+
+def _recurrent_backward(call: Call, h: Tensor, do: Tensor, dht: Tensor | None) -> dict[str, Tensor | None]:
+    """Every gradient of a call, by the name of its argument."""
+    B, T, H, HV, K, V = call.shape
+    tile = backward_tile(K, V)
+    NV = triton.cdiv(V, tile.BV)
+    partial = lambda *shape: _allocate(call, (NV, B, T, HV, *shape), torch.float32)  # noqa: E731
+    dq, dk, dg, dbeta = partial(K), partial(K), partial(K), partial()
+    dv = _allocate(call, call.v.shape, call.v.dtype)
+    dh0 = None if call.initial_state is None else torch.empty_like(call.initial_state)
+    tiles = call.sequences * HV * NV
+    if tiles:
+        programs = min(tiles, BACKWARD_PROGRAMS)
+        workspace = torch.empty(programs, call.chunk_size, tile.BK, tile.BV, dtype=torch.float32, device=call.q.device)
+        record.note(ROUTE, "kda_recurrent_bwd_kernel", **vars(tile))
+        kda_recurrent_bwd_kernel[(programs,)](
+            call.q,
+            call.k,
+            call.v,
+            call.g,
+            call.beta,
+            call.A_log,
+            call.dt_bias,
+            do,
+            dht,
+            h,
+            workspace,
+            dq,
+            dk,
+            dv,
+            dg,
+            dbeta,
+            dh0,
+            call.offsets(),
+            call.chunk_offsets(),
+            call.scale,
+            call.lower_bound or 0.0,
+            T,
+            B * T,
+            tiles,
+            call.chunk_size,
+            **_constants(call, tile),
+        )
+    normalised = call.use_qk_l2norm_in_kernel
+    out = {
+        "q": _sum_heads(call, dq, call.q if normalised else None, torch.empty_like(call.q), HV // H),
+        "k": _sum_heads(call, dk, call.k if normalised else None, torch.empty_like(call.k), HV // H),
+        "v": dv,
+        "beta": _beta_gradient(call, dbeta.sum(0)),
+        "initial_state": dh0,
+        "A_log": None,
+        "dt_bias": None,
+    }
+    dtype = torch.float32 if call.use_gate_in_kernel else call.g.dtype
+    dg = _sum_heads(call, dg, None, torch.empty(call.g.shape, dtype=dtype, device=call.g.device), 1)
+    if call.use_gate_in_kernel:
+        dg, out["A_log"], out["dt_bias"] = gate_backward(call.g, call.A_log, call.dt_bias, call.lower_bound, dg, ROUTE)
+    return {**out, "g": dg}
+
+
+DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+
+
+class _RecurrentFunction(torch.autograd.Function):
+    """Keeps the inputs and a state every `chunk_size` tokens; everything else is recomputed."""
+
+    @staticmethod
+    def forward(ctx, call: Call, *tensors: Tensor | None):
+        training = any(ctx.needs_input_grad)
+        o, ht, h = _recurrent_forward(call, training or call.return_intermediate_states)
+        ctx.set_materialize_grads(False)
+        if training:
+            ctx.save_for_backward(*tensors, call.cu_seqlens, h)
+            ctx.call = call
+        if not call.return_intermediate_states:
+            h = None
+        else:
+            h = h[: call.chunk_count()].unflatten(0, (call.q.shape[0], -1))
+            ctx.mark_non_differentiable(h)
+        return o, ht, h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, dht, _):
+        *tensors, cu_seqlens, h = ctx.saved_tensors
+        call = replace_tensors(ctx.call, dict(zip(DIFFERENTIABLE, tensors), cu_seqlens=cu_seqlens))
+        do = torch.zeros_like(call.v) if do is None else do
+        gradients = _recurrent_backward(call, h, dense(do), dense(dht))
+        wanted = zip(DIFFERENTIABLE, ctx.needs_input_grad[1:])
+        return None, *(gradients[name] if needed else None for name, needed in wanted)
+
+
+def run(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(o, final state or None, intermediate states or None) of a validated call."""
+    tensors = [dense(getattr(call, name)) for name in DIFFERENTIABLE]
+    call = replace_tensors(call, dict(zip(DIFFERENTIABLE, (None if x is None else x.detach() for x in tensors))))
+    return _RecurrentFunction.apply(call, *tensors)
+
+
+def replace_tensors(call: Call, tensors: dict[str, Tensor | None]) -> Call:
+    """The same call with other tensors."""
+    return replace(call, **tensors)
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """KDA token by token: (o `[B, T, HV, V]` in q's dtype, final state fp32 or None), with gradients for every tensor.
+
+    q, k `[B, T, H, K]`; v `[B, T, HV, V]`, HV a multiple of H; g `[B, T, HV, K]`, natural-log decay <= 0 (-inf resets), or the raw gate
+    with `use_gate_in_kernel` (see `fused_kda_gate` for A_log, dt_bias, lower_bound); beta `[B, T, HV]`; states `[N, HV, K, V]`, or
+    `[N, HV, V, K]` with `state_v_first`; cu_seqlens `[N + 1]` packs N sequences into a batch of one. bf16, fp16 or fp32; K, V in
+    1..256; scale defaults to K^-1/2. Raises ValueError or TypeError naming the argument, before any kernel runs.
+    """
+    call = Call(
+        entry="recurrent",
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        scale=contract.default_scale(q, scale),
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+    )
+    return routes.dispatch(contract.validate(call))[:2]
+
+
+def _verify(call: Call) -> str | None:
+    if call.q.dtype == torch.float64:
+        return "computes in fp32, not float64"
+    return routes.needs_kernels(call.q.device)
+
+
+routes.register(
+    routes.Route(
+        id=ROUTE,
+        entries=frozenset({"recurrent", "chunk"}),
+        summary="token by token in Triton, forward and backward, every option",
+        verify=_verify,
+        run=run,
+        precision=PRECISION,
+    )
+)

@@ -1,0 +1,154 @@
+"""Authority on which implementation serves a call: the registry, its verifiers, forcing and forbidding, and `explain`."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from kda.contract import Call, GateCall
+from kda.precision import PrecisionSpec
+
+AnyCall = Call | GateCall
+
+# The order in which routes are asked; the first that does not refuse serves the call.
+ORDER = ("gate", "recurrent", "torch")
+INTERPRETED = triton.knobs.runtime.interpret  # fixed at import, as it is for every kernel
+
+
+@dataclass(frozen=True)
+class Route:
+    """One implementation. `verify` returns why it cannot take a call, or None; it is cheap and has no side effects."""
+
+    id: str
+    entries: frozenset[str]  # of "chunk", "recurrent", "gate"
+    summary: str
+    verify: Callable[[AnyCall], str | None]
+    run: Callable[[AnyCall], object]
+    precision: PrecisionSpec
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which route a call takes, and why each one asked before it refused."""
+
+    entry: str
+    route: str | None
+    reasons: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.entry}: {self.route or 'no route takes this call'}"]
+        return "\n".join(lines + [f"  {route}: refused, {reason}" for route, reason in self.reasons])
+
+
+_registry: dict[str, Route] = {}
+_explaining: ContextVar[bool] = ContextVar("kda_explaining", default=False)
+_forced: list[str] = []
+_forbidden: list[str] = []
+
+
+def register(route: Route) -> Route:
+    if route.id not in ORDER:
+        raise ValueError(f"route.id is {route.id!r}; it must be one of {', '.join(ORDER)}")
+    _registry[route.id] = route
+    return route
+
+
+def routes() -> tuple[Route, ...]:
+    """Every registered route, in the order in which they are asked."""
+    return tuple(_registry[name] for name in ORDER if name in _registry)
+
+
+def _known(route_id: str, where: str) -> str:
+    if route_id not in _registry:
+        raise ValueError(f"{where} is {route_id!r}; it must be one of {', '.join(route.id for route in routes())}")
+    return route_id
+
+
+@contextlib.contextmanager
+def force_route(route_id: str) -> Iterator[None]:
+    """Inside the block only this route may serve the entries that it has; a call that it refuses is an error."""
+    _forced.append(_known(route_id, "route_id"))
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+@contextlib.contextmanager
+def forbid_routes(*route_ids: str) -> Iterator[None]:
+    """Inside the block these routes serve nothing."""
+    _forbidden.extend(_known(route_id, "route_ids") for route_id in route_ids)
+    try:
+        yield
+    finally:
+        del _forbidden[len(_forbidden) - len(route_ids) :]
+
+
+def _forced_route() -> str | None:
+    if _forced:
+        return _forced[-1]
+    name = os.environ.get("KDA_FORCE_ROUTE")
+    return _known(name, "KDA_FORCE_ROUTE") if name else None
+
+
+def _forbidden_routes() -> set[str]:
+    named = [name.strip() for name in os.environ.get("KDA_FORBID_ROUTES", "").split(",") if name.strip()]
+    return set(_forbidden) | {_known(name, "KDA_FORBID_ROUTES") for name in named}
+
+
+def needs_kernels(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on tensors of this device, or None."""
+    if device.type == "cuda" or (device.type == "cpu" and INTERPRETED):
+        return None
+    return f"Triton kernels need GPU tensors (these are on {device}), or TRITON_INTERPRET=1 set before kda is imported"
+
+
+def choose(call: AnyCall) -> Explanation:
+    """Ask the routes in order."""
+    forced, forbidden, reasons = _forced_route(), _forbidden_routes(), []
+    if forced and call.entry not in _registry[forced].entries:
+        forced = None
+    for route in routes():
+        if call.entry not in route.entries:
+            continue
+        if forced and route.id != forced:
+            reason = f"{forced} is forced"
+        elif route.id in forbidden:
+            reason = "forbidden"
+        else:
+            reason = route.verify(call)
+        if reason is None:
+            return Explanation(call.entry, route.id, tuple(reasons))
+        reasons.append((route.id, reason))
+    return Explanation(call.entry, None, tuple(reasons))
+
+
+class Explained(Exception):
+    """Carries the answer out of an entry point that was asked only to explain itself."""
+
+    def __init__(self, explanation: Explanation):
+        self.explanation = explanation
+
+
+@contextlib.contextmanager
+def explaining() -> Iterator[None]:
+    """Inside the block `dispatch` raises `Explained` instead of running anything."""
+    token = _explaining.set(True)
+    try:
+        yield
+    finally:
+        _explaining.reset(token)
+
+
+def dispatch(call: AnyCall):
+    """Run a validated call on the first route that takes it."""
+    explanation = choose(call)
+    if _explaining.get():
+        raise Explained(explanation)
+    if explanation.route is None:
+        raise ValueError(f"no route takes this call\n{explanation}")
+    return _registry[explanation.route].run(call)
