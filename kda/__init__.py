@@ -7,7 +7,7 @@ from kda.fused_recurrent import fused_recurrent_kda
 from kda.gate import fused_kda_gate
 from kda.precision import PrecisionSpec
 from kda.record import LaunchRecord, record_launches
-from kda.routes import Explanation, Route, forbid_routes, force_route, routes
+from kda.registry import Explanation, Route, forbid_routes, force_route, routes
 
 __all__ = [
     "Explanation",

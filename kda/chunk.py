@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kda import contract, routes
+from kda import contract, registry
 from kda.contract import Call
 
 
@@ -67,5 +67,5 @@ def chunk_kda(
         cu_seqlens_cpu=cu_seqlens_cpu,
         chunk_size=chunk_size,
     )
-    o, final_state, states = routes.dispatch(contract.validate(call))
+    o, final_state, states = registry.dispatch(contract.validate(call))
     return (o, final_state, states) if return_intermediate_states else (o, final_state)

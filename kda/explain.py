@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from kda import routes
+from kda import registry
 from kda.chunk import chunk_kda
 from kda.fused_recurrent import fused_recurrent_kda
 from kda.gate import fused_kda_gate
-from kda.routes import Explanation
+from kda.registry import Explanation
 
 ENTRIES: dict[str, Callable] = {entry.__name__: entry for entry in (chunk_kda, fused_recurrent_kda, fused_kda_gate)}
 
@@ -19,9 +19,9 @@ def explain(entry: Callable | str, *args: object, **kwargs: object) -> Explanati
     name = entry if isinstance(entry, str) else getattr(entry, "__name__", repr(entry))
     if name not in ENTRIES:
         raise ValueError(f"entry is {name!r}; it must be one of {', '.join(ENTRIES)}")
-    with routes.explaining():
+    with registry.explaining():
         try:
             ENTRIES[name](*args, **kwargs)
-        except routes.Explained as answer:
+        except registry.Explained as answer:
             return answer.explanation
     raise AssertionError(f"{name} returned without asking for a route")

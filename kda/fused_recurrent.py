@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kda import contract, record, routes
+from kda import contract, record, registry
 from kda.contract import Call
 from kda.gate import dense, gate_backward
 from kda.precision import PrecisionSpec
@@ -301,17 +301,17 @@ def fused_recurrent_kda(
         state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
     )
-    return routes.dispatch(contract.validate(call))[:2]
+    return registry.dispatch(contract.validate(call))[:2]
 
 
 def _verify(call: Call) -> str | None:
     if call.q.dtype == torch.float64:
         return "computes in fp32, not float64"
-    return routes.needs_kernels(call.q.device)
+    return registry.needs_kernels(call.q.device)
 
 
-routes.register(
-    routes.Route(
+registry.register(
+    registry.Route(
         id=ROUTE,
         entries=frozenset({"recurrent", "chunk"}),
         summary="token by token in Triton, forward and backward, every option",

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kda import contract, record, routes
+from kda import contract, record, registry
 from kda.fp32_math import exp, log1p_exp_neg, sigmoid
 from kda.precision import PrecisionSpec
 
@@ -171,7 +171,7 @@ def _geometry(g: torch.Tensor, A_log, dt_bias, lower_bound) -> tuple[tuple[int],
         "HAS_A": A_log is not None,
         "HAS_BIAS": dt_bias is not None,
         "IS_BOUNDED": lower_bound is not None,
-        "num_warps": 4,
+        "num_warps": 8 if K > 128 else 4,
     }
     return (triton.cdiv(B * T, BLOCK_TOKENS) * HV,), constants
 
@@ -218,17 +218,17 @@ def fused_kda_gate(
     lower_bound sigmoid(exp(A_log) (g + dt_bias)), where A_log=None means a factor of 1. dt_bias is `[HV * K]`. g may be bf16, fp16 or
     fp32; the result has `output_dtype`. Raises ValueError or TypeError naming the argument, before any kernel runs.
     """
-    return routes.dispatch(contract.validate_gate(contract.GateCall(g, A_log, dt_bias, lower_bound, output_dtype)))
+    return registry.dispatch(contract.validate_gate(contract.GateCall(g, A_log, dt_bias, lower_bound, output_dtype)))
 
 
 def _verify(call: contract.GateCall) -> str | None:
     if torch.float64 in (call.g.dtype, call.output_dtype):
         return "computes in fp32, not float64"
-    return routes.needs_kernels(call.g.device)
+    return registry.needs_kernels(call.g.device)
 
 
-routes.register(
-    routes.Route(
+registry.register(
+    registry.Route(
         id="gate",
         entries=frozenset({"gate"}),
         summary="fused_kda_gate in Triton, forward and backward",

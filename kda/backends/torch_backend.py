@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kda import record, routes
+from kda import record, registry
 from kda.contract import Call, GateCall
 from kda.precision import PrecisionSpec
 from kda.recurrent_kernels import L2NORM_EPS
@@ -151,8 +151,8 @@ def run(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return o.to(call.q.dtype), final, h
 
 
-routes.register(
-    routes.Route(
+registry.register(
+    registry.Route(
         id=ROUTE,
         entries=frozenset({"chunk", "recurrent", "gate"}),
         summary="plain PyTorch, every option; the last resort, and the one for CPU tensors",
