@@ -1,6 +1,5 @@
 """Authority on what rounding to a format means, and on the hook through which the oracle's algorithms can be made to round."""
 
-import math
 import zlib
 
 import torch
@@ -54,9 +53,9 @@ EXACT = Rounding()
 # Real rounding is a function of the value: equal values get equal errors, so repeated tokens make coherent errors that independent
 # noise would average away. A replica therefore rounds to a randomly scaled grid, rho(x) = RNE(x s) / s with one s per (replica, site).
 # A scaled grid treats a cluster of nearly equal values alike, while the real grid may have an edge inside it (1 and 2 are edges, and
-# repeated unit keys make clusters there). So half the sites, at random, dither (each element has its own offset), and every fourth
-# replica uses the format's own grid at every site. Randomness is keyed by site, not by call order: recomputing from a checkpoint
-# meets the same functions.
+# repeated unit keys make clusters there). So half of the (replica, site) pairs, at random, dither: each element has an offset of its
+# own, the same at every call. And every fourth replica uses the format's own grid at every site. Randomness is keyed by site, not by
+# call order: recomputing from a checkpoint meets the same functions.
 class RandomGrids(Rounding):
     """M replicas, each with its own random rounding function at every site. See NOTE [Random rounding functions]."""
 
@@ -65,44 +64,57 @@ class RandomGrids(Rounding):
         self.seed = seed
         self.device = torch.device(device)
         self.overflowed = False
-        self._real = (torch.arange(replicas) % 4 == 0).to(self.device)
+        self._real = torch.arange(replicas) % 4 == 0
         self._uniform: dict[str, torch.Tensor] = {}
-        self._dither = torch.Generator(self.device).manual_seed(seed + 7)
+        self._grids: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def _generator(self, site: str) -> torch.Generator:
+        return torch.Generator().manual_seed(zlib.crc32(site.encode()) * 1_000_003 + self.seed)
 
     def uniform(self, site: str, like: torch.Tensor) -> torch.Tensor:
         """U(0, 1), one per replica, the same at every call: `[M, 1, ...]` with as many dimensions as `like`."""
         if site not in self._uniform:
-            key = zlib.crc32(site.encode()) * 1_000_003 + self.seed
-            generator = torch.Generator().manual_seed(key)
-            self._uniform[site] = torch.rand(self.replicas, generator=generator, dtype=torch.float64).to(self.device)
+            drawn = torch.rand(self.replicas, generator=self._generator(site), dtype=torch.float64)
+            self._uniform[site] = drawn.to(self.device)
         return self._uniform[site].view([-1] + [1] * (like.dim() - 1))
+
+    def _grid(self, site: str, shape: torch.Size, fmt: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """(s (1 + dither), 1 / s) of a site: the factor into the grid, with each element's offset in it, and the way back."""
+        key = (site, shape[1:], fmt)
+        if key not in self._grids:
+            generator = self._generator(site)
+            column = [-1] + [1] * (len(shape) - 1)
+            uniform = torch.rand(self.replicas, generator=generator, dtype=torch.float64)
+            scale = torch.exp2(torch.where(self._real, 0.0, (2 * uniform).frac()))
+            dithers = (uniform < 0.5) & ~self._real
+            factor = scale.view(column).to(self.device)
+            if bool(dithers.any()):
+                noise = torch.rand((self.replicas, *shape[1:]), generator=generator, dtype=torch.float64) - 0.5
+                noise *= torch.where(dithers, 2.0 ** (1 - PRECISION_BITS[fmt]), 0.0).view(column)
+                factor = factor * (1 + noise.to(self.device))
+            self._grids[key] = factor, (1 / scale).view(column).to(self.device)
+        return self._grids[key]
 
     def round(self, site: str, x: torch.Tensor, fmt: str) -> torch.Tensor:
         if fmt == "fp64":
             return x
-        uniform = self.uniform(site, x)
-        real = self._real.view(uniform.shape)
-        scale = torch.exp2(torch.where(real, 0.0, (2 * uniform).frac()))
-        dithers = torch.where((uniform < 0.5) & ~real, 2.0 ** (1 - PRECISION_BITS[fmt]), 0.0)
-        y = x * scale
-        noise = torch.rand(y.shape, generator=self._dither, dtype=y.dtype, device=y.device)
-        offset = y * (noise - 0.5) * dithers
-        carry = (y + offset) * (2.0 ** (53 - PRECISION_BITS[fmt]) + 1)
-        rounded = carry - (carry - (y + offset)) - offset
+        into, back = self._grid(site, x.shape, fmt)
+        y = x * into
+        carry = y * (2.0 ** (53 - PRECISION_BITS[fmt]) + 1)
+        rounded = torch.addcmul(x, (carry - (carry - y)).sub_(y), back)
         if fmt == "tf32":
-            rounded = torch.where(real, round_to(y, "tf32"), rounded)
+            real = self._real.to(self.device).view([-1] + [1] * (x.dim() - 1))
+            rounded = torch.where(real, round_to(x, "tf32"), rounded)
         if fmt == "fp16":
             subnormal = (y + 1.5 * 2.0**28) - 1.5 * 2.0**28
-            rounded = torch.where(y.abs() < 2.0**-14, subnormal, rounded)
+            rounded = torch.where(y.abs() < 2.0**-14, subnormal * back, rounded)
             self.overflowed = self.overflowed or bool((x.abs() > LARGEST["fp16"]).any())
-        return rounded / scale
+        return rounded
 
     def accumulate(self, site: str, value: torch.Tensor, magnitude: torch.Tensor, bits: int = 23) -> torch.Tensor:
-        magnitude, plain = magnitude.detach(), value.detach()
-        pitch = torch.exp2(torch.frexp(magnitude)[1].to(value.dtype) - bits) * math.sqrt(0.5) * (magnitude > 0)
+        pitch, plain = magnitude.detach() * 2.0**-bits, value.detach()
         shift = self.uniform(site, value)
-        error = (torch.round(plain / pitch + shift) - shift) * pitch - plain
-        return value + torch.where(pitch > 0, error, 0.0)
+        return value + ((torch.round(plain / (pitch + 1e-300) + shift) - shift) * pitch - plain)
 
     def constant(self, site: str, eps: float, like: torch.Tensor) -> torch.Tensor:
         return 1 + eps * (2 * self.uniform(site, like) - 1)

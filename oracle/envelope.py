@@ -1,0 +1,105 @@
+"""Authority on how far from the truth rounding may lead: the statistics of an error, and their limits, from replicas of the algorithm.
+
+Tensors are `[N, T, D]` (N independent blocks: a sequence and a head), replicas `[M, N, T, D]`. NOTE [Envelope] in this file.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oracle.rounding import PRECISION_BITS, Rounding
+
+# NOTE [Envelope]
+# Replicas run the route's own algorithm in float64 with random rounding functions at its declared rounding points. sigma is their
+# root mean square distance from the exact result, per element. Rounding of the output itself is deterministic: half an ulp, kept
+# apart. An element may be c sigma away: c = 9 covers 27 worst-case sites that all err the same way (sqrt(3 n) sigma). Many elements
+# together say more than one: the rms of e / sigma over rows, columns and the block, and the projection of the error on the reference
+# (a gain error), each against its own spread over the replicas.
+
+FLOOR = {"fp32": 2.0**-120, "tf32": 2.0**-120, "bf16": 2.0**-120, "fp16": 2.0**-24, "fp64": 0.0}  # flush to zero, subnormals
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Every constant of the criterion; calibrated in the error-model study, changed only with a new calibration."""
+
+    screen: int = 8  # replicas of a first look
+    confirm: int = 40  # fresh replicas before anything is called a bug
+    plain: int = 3  # replicas of the plain recurrence, where a route loses digits
+    element: float = 9.0
+    row: float = 4.0
+    block: float = 2.0
+    spread: float = 8.0  # rows and blocks: 1 + spread * (the same statistic's spread over replicas), if that is more
+    gain: float = 9.0
+    pool_cap: float = 16.0
+    unstable_row: float = 0.1  # a row lost: error above this share of its scale ...
+    unstable_factor: float = 10.0  # ... and this much worse than the plain recurrence
+    uninformative: float = 0.25  # sigma of the plain recurrence above this share of the row's scale says nothing
+    uninformative_rows: float = 0.1
+    relaxed: float = 4.0  # what a route that is known to lose digits on an input may exceed the limits by, and be UNSTABLE
+    small_row: float = 1 / 128  # rows are measured against at least this share of the block's rms
+
+
+LIMITS = Limits()
+
+
+def output_unit(fmt: str) -> float:
+    """Half an ulp of an output format, relative."""
+    return 2.0**-24 if fmt == "tf32" else 2.0 ** -PRECISION_BITS[fmt]
+
+
+def rms(x: Tensor, dim: int | tuple[int, ...] = -1, keepdim: bool = False) -> Tensor:
+    return x.square().mean(dim, keepdim=keepdim).sqrt()
+
+
+def pooled_sigma(errors: Tensor, cap: float = LIMITS.pool_cap) -> Tensor:
+    """sigma `[N, T, D]` of replica errors `[M, N, T, D]`: per element, raised (never lowered) towards its row and column."""
+    own = errors.square().mean(0)
+    row, column, block = own.mean(-1, keepdim=True), own.mean(1, keepdim=True), own.mean((1, 2), keepdim=True)
+    return torch.maximum(own, torch.minimum(torch.where(block > 0, row * column / block, 0.0), cap * own)).sqrt()
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """`values`: statistic -> (worst value, limit). `sigma`, `rounding` (output rounding and floor), `z` per element."""
+
+    values: dict[str, tuple[float, float]]
+    sigma: Tensor
+    rounding: Tensor
+    z: Tensor
+
+
+def _worst(x: Tensor) -> float:
+    return float(x.max()) if x.numel() else 0.0
+
+
+def statistics(
+    error: Tensor, exact: Tensor, errors: Tensor, fmt: str, rounding: Rounding, limits: Limits = LIMITS
+) -> Statistics:
+    """Every statistic of `error` against the replicas' `errors`; `fmt` is the format of the output."""
+    floor = FLOOR[fmt]
+    sigma = pooled_sigma(errors)
+    half_ulp = output_unit(fmt) * (exact.abs() + limits.element * sigma) * 1.001 + floor
+    excess = (error.abs() - half_ulp).clamp(min=0)
+    z = torch.where(sigma > 0, excess / sigma, torch.where(error.abs() > half_ulp, torch.inf, 0.0))
+    values = {"element": (_worst(z), limits.element)}
+
+    stored = rounding.round("output", exact + errors, fmt) - exact if fmt in ("bf16", "fp16") else errors
+    spread = (pooled_sigma(stored).square() + floor * floor).sqrt()
+    scaled, replicas = error / spread, stored / spread
+    weight = torch.where(spread > 10 * floor, exact / spread, 0.0)
+    for name, dims, base in (("row", (2,), limits.row), ("column", (1,), limits.row), ("block", (1, 2), limits.block)):
+        if name != "block" and error.shape[dims[0]] <= 3:
+            continue
+        observed, expected = rms(scaled, dims), rms(replicas, tuple(d + 1 for d in dims))
+        alive = expected[expected > 0]
+        deviation = float((alive - alive.mean()).square().mean().sqrt()) if alive.numel() else 0.0
+        values[name] = (_worst(observed), max(base, 1 + limits.spread * deviation))
+    for name, dims in (("row_gain", (2,)), ("column_gain", (1,)), ("block_gain", (1, 2))):
+        if any(error.shape[d] <= 1 for d in dims):
+            continue
+        projected = (scaled * weight).sum(dims, keepdim=True).abs()
+        usual = pooled_sigma((replicas * weight).sum(tuple(d + 1 for d in dims), keepdim=True))
+        values[name] = (_worst(torch.where(usual > 0, projected / usual, 0.0)), limits.gain)
+    return Statistics(values, sigma, half_ulp, z)

@@ -1,0 +1,272 @@
+"""Authority on the chunkwise algorithm: its stages in float64, each with the rounding points that a kernel of this kind declares.
+
+Within a chunk of C tokens, G the inclusive cumulative log2 gate:
+
+    A_qk[i, j] = scale sum_k q_i k_j 2^(G_i - G_j)  (i >= j)      L[i, j] = beta_i sum_k k_i k_j 2^(G_i - G_j)  (i > j)
+    R = (I + L)^-1      w = R (beta k 2^G)      u = R (beta v)
+    v_new = u - w S     o = scale (q 2^G) S + A_qk v_new     S <- 2^(G_C) S + (k 2^(G_C - G))^T v_new
+
+The backward pass is autograd through these stages, with the operands and incoming gradients of every product rounded alike.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from oracle.operator import Core
+from oracle.recurrence import LOG2E, REPLICA_GATE_FLOOR, Rows
+from oracle.rounding import EXACT, Rounding
+
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class ChunkModel:
+    """Where a chunkwise kernel rounds. `operand`: the large products; `intra`: k.k and q.k; `merge`: block merges of the inverse;
+    `stored_inverse`: R in memory; `diagonal`: 'pair' (each exponent a difference, any gate) or 'anchor' (two factors around the block's
+    first row); `apart`: i = j outside the anchored tile; `inverse`: 'substitution' or 'neumann' (a half-precision series)."""
+
+    chunk: int = 64
+    operand: str = "bf16"
+    intra: str = "tf32"
+    merge: str = "tf32"
+    stored_inverse: str = "bf16"
+    state: str = "fp32"
+    diagonal: str = "pair"
+    apart: bool = False
+    inverse: str = "substitution"
+
+    @classmethod
+    def of(cls, formats: Mapping[str, str], chunk: int, diagonal: str | None, inverse: str | None) -> "ChunkModel":
+        named = {name: formats[name] for name in ("operand", "intra", "merge", "stored_inverse", "state") if name in formats}
+        return cls(
+            chunk=chunk,
+            diagonal="anchor" if diagonal == "anchor_apart" else diagonal or "pair",
+            apart=diagonal == "anchor_apart",
+            inverse=inverse or "substitution",
+            **named,
+        )
+
+
+class _Round(torch.autograd.Function):
+    """Rounded forward; the gradient is rounded to fp32, as a kernel that keeps it in registers does."""
+
+    @staticmethod
+    def forward(ctx, x, rounding, site, fmt):
+        ctx.rounding, ctx.site = rounding, site
+        return rounding.round(site, x, fmt)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.rounding.round(f"{ctx.site}.grad", grad, "fp32"), None, None, None
+
+
+class _Product(torch.autograd.Function):
+    """a @ b with operands in `fmt`, fp32 accumulation; so are the two products of its gradient."""
+
+    @staticmethod
+    def forward(ctx, a, b, rounding, site, fmt):
+        a, b = rounding.round(f"{site}.a", a, fmt), rounding.round(f"{site}.b", b, fmt)
+        ctx.save_for_backward(a, b)
+        ctx.rounding, ctx.site, ctx.fmt = rounding, site, fmt
+        return _accumulated(rounding, site, a, b, fmt)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (a, b), rounding, site = ctx.saved_tensors, ctx.rounding, ctx.site
+        grad = rounding.round(f"{site}.grad", grad, ctx.fmt)
+        da = _accumulated(rounding, f"{site}.da", grad, b.mT, ctx.fmt)
+        db = _accumulated(rounding, f"{site}.db", a.mT, grad, ctx.fmt)
+        return da, db, None, None, None
+
+
+def _accumulated(rounding: Rounding, site: str, a: Tensor, b: Tensor, fmt: str) -> Tensor:
+    """a @ b, accumulated in fp32; beside operands that were rounded further, that error does not count."""
+    if not rounding.replicas or fmt != "fp32":
+        return a @ b
+    return rounding.accumulate(site, a @ b, a.abs() @ b.abs(), 22)
+
+
+class _CumulativeGate(torch.autograd.Function):
+    """Inclusive fp32 cumulative sum in log2 units; its adjoint is the reversed sum."""
+
+    @staticmethod
+    def forward(ctx, g, magnitude, rounding):
+        ctx.rounding = rounding
+        return rounding.accumulate("chunk.cumsum", (g * LOG2E).cumsum(-2), magnitude * math.sqrt(g.shape[-2] / 3))
+
+    @staticmethod
+    def backward(ctx, grad):
+        reverse = lambda x: x.flip(-2).cumsum(-2).flip(-2) * LOG2E  # noqa: E731
+        return ctx.rounding.accumulate("chunk.cumsum.grad", reverse(grad), reverse(grad.abs())), None, None
+
+
+class _Inverse(torch.autograd.Function):
+    """R = (I + L)^-1 for strictly lower L; adjoint -tril(R^T dR R^T)."""
+
+    @staticmethod
+    def forward(ctx, L, rounding, model):
+        R = _neumann(L, rounding) if model.inverse == "neumann" else _substitution(L, rounding, model.merge)
+        identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
+        R = rounding.round("chunk.inverse.store", R - identity, model.stored_inverse) + identity
+        ctx.save_for_backward(R)
+        ctx.rounding, ctx.fmt = rounding, model.operand
+        return R
+
+    @staticmethod
+    def backward(ctx, grad):
+        (R,), round_ = ctx.saved_tensors, ctx.rounding.round
+        inner = round_("chunk.inverse.inner", round_("chunk.inverse.grad", torch.tril(grad), ctx.fmt) @ R.mT, ctx.fmt)
+        return -torch.tril(R.mT @ inner, -1), None, None
+
+
+def _substitution(L: Tensor, rounding: Rounding, merge: str) -> Tensor:
+    """Forward substitution in fp32 inside 16 x 16 blocks, then block merges with operands in `merge`."""
+    count = L.shape[-1] // BLOCK
+    span = [slice(BLOCK * i, BLOCK * (i + 1)) for i in range(count)]
+    identity = torch.eye(BLOCK, dtype=L.dtype, device=L.device)
+    diagonal = torch.stack([L[..., block, block] for block in span], -3)
+    rows = [identity[0].expand(*diagonal.shape[:-2], BLOCK)]
+    for i in range(1, BLOCK):
+        row = identity[i] - (diagonal[..., i : i + 1, :i] @ torch.stack(rows, -2)).squeeze(-2)
+        rows.append(rounding.round("chunk.inverse.row", row, "fp32"))
+    solved, R, blocks = torch.stack(rows, -2), torch.zeros_like(L), {}
+    operand = lambda name, x: rounding.round(f"chunk.inverse.{name}", x, merge)  # noqa: E731
+    for i in range(count):
+        R[..., span[i], span[i]] = blocks[i, i] = solved[..., i, :, :]
+        for j in range(i - 1, -1, -1):
+            inner = sum(operand("L", L[..., span[i], span[m]]) @ operand("R", blocks[m, j]) for m in range(j, i))
+            R[..., span[i], span[j]] = blocks[i, j] = -(operand("outer", blocks[i, i]) @ operand("inner", inner))
+    return R
+
+
+def _neumann(L: Tensor, rounding: Rounding) -> Tensor:
+    """The doubling series prod (I + (-L)^(2^n)) in fp16: what must not be done, kept as a model of kernels that do it."""
+    half = lambda name, x: rounding.round(f"chunk.neumann.{name}", x, "fp16")  # noqa: E731
+    power = -half("L", L)
+    R = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device) + power
+    for _ in range(int(math.log2(L.shape[-1])) - 1):
+        power = half("square", power @ power)
+        R = half("sum", R + half("product", R @ power))
+    return R
+
+
+class _Chunked:
+    """Rows cut into chunks `[M, R, chunks, C, D]` (a partial last chunk padded with inert tokens), and the stages on them."""
+
+    def __init__(self, rows: Rows, scale: float, model: ChunkModel, rounding: Rounding):
+        self.model, self.rounding, self.length = model, rounding, rows.length
+        self.scale = scale * rounding.constant("chunk.scale", 2.0**-24, rows.q[..., None])
+        pad = -rows.length % model.chunk
+        cut = lambda x: F.pad(x, (0, 0, 0, pad)).unflatten(2, (-1, model.chunk))  # noqa: E731
+        self.q, self.k, self.v, self.beta = cut(rows.q), cut(rows.k), cut(rows.v), cut(rows.beta[..., None])
+        g = cut(rows.g)
+        magnitude = g.detach().clamp(min=-1e30).cumsum(-2).abs() * LOG2E
+        if rounding.replicas or bool((rows.g == -math.inf).any()):
+            # exp(-200) is below every format's floor; the cumulative sum needs a finite number to subtract again.
+            magnitude = torch.where(g == -math.inf, REPLICA_GATE_FLOOR, g).detach().cumsum(-2).abs() * LOG2E
+            g = g.clamp(min=REPLICA_GATE_FLOOR)
+        self.G = _CumulativeGate.apply(g * rounding.constant("chunk.log2e", 2.0**-23, g), magnitude, rounding)
+
+    def product(self, site: str, a: Tensor, b: Tensor, fmt: str) -> Tensor:
+        return _Product.apply(a, b, self.rounding, f"chunk.{site}", fmt)
+
+    def exp2(self, site: str, exponent: Tensor) -> Tensor:
+        return _Round.apply(torch.exp2(exponent), self.rounding, f"chunk.{site}", "fp32")
+
+    def intra(self) -> tuple[Tensor, Tensor]:
+        """(A_qk without scale, A_kk): lower triangles `[.., C, C]`, diagonal blocks of 16 and the blocks left of them."""
+        qk, kk = [], []
+        for first in range(0, self.model.chunk, BLOCK):
+            block = slice(first, first + BLOCK)
+            G, k, q = self.G[..., block, :], self.k[..., block, :], self.q[..., block, :]
+            row_q, row_k = (self._anchored if self.model.diagonal == "anchor" else self._paired)(q, k, G)
+            if first:
+                anchor = G[..., :1, :].detach()
+                rise = self.exp2("left.row", G - anchor)
+                columns = (self.k[..., :first, :] * self.exp2("left.column", anchor - self.G[..., :first, :])).mT
+                row_k = torch.cat([self.product("left.kk", k * rise, columns, self.model.intra), row_k], -1)
+                row_q = torch.cat([self.product("left.qk", q * rise, columns, self.model.intra), row_q], -1)
+            rest = self.model.chunk - first - BLOCK
+            qk.append(F.pad(row_q, (0, rest)))
+            kk.append(F.pad(row_k, (0, rest)))
+        return torch.cat(qk, -2), torch.cat(kk, -2)
+
+    def _anchored(self, q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
+        anchor = G[..., :1, :].detach()
+        rise = self.exp2("anchor.row", (G - anchor).clamp(min=-900))
+        columns = (k * self.exp2("anchor.column", (anchor - G).clamp(max=900))).mT
+        kk = torch.tril(self.product("anchor.kk", k * rise, columns, self.model.intra))
+        qk = torch.tril(self.product("anchor.qk", q * rise, columns, self.model.intra), -1 if self.model.apart else 0)
+        if self.model.apart:
+            exact = self.rounding.accumulate("chunk.apart", (q * k).sum(-1), q.norm(dim=-1) * k.norm(dim=-1))
+            qk = qk + torch.diag_embed(exact)
+        return qk, kk
+
+    def _paired(self, q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
+        lower = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=G.device).tril()[..., None]
+        exponent = torch.where(lower, G[..., :, None, :] - G[..., None, :, :], -math.inf)
+        decayed = self.exp2("pair", exponent) * k[..., None, :, :]
+        total = lambda site, x: self.rounding.accumulate(  # noqa: E731
+            f"chunk.pair.{site}",
+            (x[..., :, None, :] * decayed).sum(-1),
+            x.norm(dim=-1, keepdim=True) * k.norm(dim=-1)[..., None, :],
+        )
+        return total("qk", q), total("kk", k)
+
+    def run(self, state: Tensor) -> dict[str, Tensor]:
+        """Every stage by name; `states` are those before each chunk."""
+        model, operand = self.model, self.model.operand
+        A_qk, A_kk = self.intra()
+        A_qk, L = self.scale * A_qk, torch.tril(A_kk * self.beta, -1)
+        R = _Inverse.apply(L, self.rounding, model)
+        grown = self.exp2("grown", self.G)
+        w = self.product("w", R, self.beta * self.k * grown, operand)
+        u = _Round.apply(self.product("u", R, self.beta * self.v, operand), self.rounding, "chunk.u.store", operand)
+        q_grown, k_rest = self.q * grown, self.k * self.exp2("rest", self.G[..., -1:, :] - self.G)
+        decay = grown[..., -1, :]
+        states, values, outputs = [], [], []
+        for c in range(self.q.shape[2]):
+            states.append(state)
+            value = u[:, :, c] - self.product("w_state", w[:, :, c], state, operand)
+            inter = self.product("q_state", q_grown[:, :, c], state, operand)
+            scale = self.scale[:, :, 0] if isinstance(self.scale, Tensor) else self.scale
+            outputs.append(scale * inter + self.product("A_value", A_qk[:, :, c], value, operand))
+            grown_state = decay[:, :, c, :, None] * state + self.product("k_value", k_rest[:, :, c].mT, value, operand)
+            state = _Round.apply(grown_state, self.rounding, "chunk.state", model.state)
+            values.append(value)
+        return {
+            "G": self.G,
+            "A_qk": A_qk,
+            "A_kk": A_kk,
+            "inverse": R,
+            "w": w,
+            "u": u,
+            "states": torch.stack(states, 2),
+            "v_new": torch.stack(values, 2),
+            "o": torch.cat(outputs, 2)[:, :, : self.length],
+            "state": state,
+        }
+
+
+def chunk_core(model: ChunkModel, rounding: Rounding = EXACT) -> Core:
+    """The chunkwise algorithm as a core of `operator.evaluate`."""
+
+    def core(rows: Rows, scale: float, do: Tensor | None, dstate: Tensor | None, chunk: int | None) -> dict[str, Tensor]:
+        names = ("q", "k", "v", "g", "beta", "state")
+        with torch.set_grad_enabled(do is not None):
+            leaves = [getattr(rows, name).detach().clone().requires_grad_(do is not None) for name in names]
+            stages = _Chunked(Rows(*leaves), scale, model, rounding).run(leaves[-1])
+            out = {"o": stages["o"].detach(), "state": stages["state"].detach()}
+            if chunk:
+                out["h"] = stages["states"].detach()
+            if do is not None:
+                gradients = torch.autograd.grad([stages["o"], stages["state"]], leaves, [do.expand_as(stages["o"]), dstate.expand_as(stages["state"])])
+                out |= {f"d{name}": gradient for name, gradient in zip(names, gradients)}
+        return out
+
+    return core
