@@ -1,0 +1,8 @@
+"""Holds any KDA implementation against the oracle: problems, subjects, verdicts, reports, and the `kda` command."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():  # before anything imports kda: kernels are interpreted, or not, from their import on
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,0 +1,301 @@
+"""Authority on what is mended in Triton's interpreter, and how: every replacement of one of its functions is made here, once."""
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as stock
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _ir
+
+from harness.interpreter import sanitizer, schedule
+from harness.interpreter.bfloat16 import decode, encode, handle_of, holds_bf16, values_of
+
+_installed = False
+_tf32 = False
+
+
+def install() -> None:
+    """Repair the interpreter of this process; calling it again does nothing. Needs no GPU and launches nothing."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    _repair_casts()
+    _repair_arithmetic()
+    _repair_dot()
+    _repair_reductions()
+    _repair_indexing()
+    _repair_autotune()
+    _repair_libdevice()
+    _patch_language_once()
+    sanitizer.hook()
+    schedule.hook()
+    _launch_on_fresh_stacks()
+
+
+@contextlib.contextmanager
+def tf32_operands() -> Iterator[None]:
+    """Inside the block fp32 dots that allow tf32 drop the low 13 bits of their operands, as the hardware does."""
+    global _tf32
+    before, _tf32 = _tf32, True
+    try:
+        yield
+    finally:
+        _tf32 = before
+
+
+def _repair_casts() -> None:
+    convert, cast = stock._convert_float, InterpreterBuilder.cast_impl
+
+    def convert_float(values, source, target, rounding):
+        if source == tl.bfloat16 and target == tl.float32:
+            return decode(values).view(np.uint32)
+        if source == tl.float32 and target == tl.bfloat16:
+            return encode(values, toward_zero=rounding == _ir.ROUNDING_MODE.RTZ)
+        if source == tl.float32 and target == tl.float16 and rounding == _ir.ROUNDING_MODE.RTNE:
+            return values.astype(np.float16).view(np.uint16)
+        return convert(values, source, target, rounding)
+
+    def cast_impl(self, source, target_type):
+        have, want = source.dtype.scalar, target_type.scalar
+        with np.errstate(invalid="ignore", over="ignore"):
+            if want == tl.bfloat16 and have == tl.bfloat16:
+                return source
+            if want == tl.bfloat16 and have != tl.float32:
+                return handle_of(source.data.astype(np.float32))
+            if have == tl.bfloat16 and want != tl.float32:
+                return TensorHandle(decode(source.data).astype(stock._get_np_dtype(target_type)), want)
+            return cast(self, source, target_type)
+
+    stock._convert_float = convert_float
+    InterpreterBuilder.cast_impl = cast_impl
+    names = ("si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui", "fp_ext", "fp_trunc")
+    for name in names:
+        setattr(InterpreterBuilder, f"create_{name}", lambda self, source, target: self.cast_impl(source, target))
+    InterpreterBuilder.create_int_cast = lambda self, source, target, signed: self.cast_impl(source, target)
+    InterpreterBuilder.get_bf16 = lambda self, value: handle_of(np.array([value], np.float32))
+
+
+def _repair_arithmetic() -> None:
+    binary, unary, ternary, fma = (
+        InterpreterBuilder.binary_op,
+        InterpreterBuilder.unary_op,
+        InterpreterBuilder.ternary_op,
+        InterpreterBuilder.create_fma,
+    )
+
+    def binary_op(self, left, right, op):
+        with np.errstate(all="ignore"):
+            if not holds_bf16(left):
+                return binary(self, left, right, op)
+            out = op(decode(left.data), values_of(right))
+        return TensorHandle(out, tl.int1) if out.dtype == np.bool_ else handle_of(out)
+
+    def unary_op(self, value, op):
+        with np.errstate(all="ignore"):
+            return handle_of(op(decode(value.data))) if holds_bf16(value) else unary(self, value, op)
+
+    def ternary_op(self, a, b, c, op):
+        if op is not np.where and holds_bf16(c):
+            return handle_of(op(values_of(a), values_of(b), values_of(c)))
+        return ternary(self, a, b, c, op)
+
+    def create_fma(self, x, y, z):
+        """One rounding: the product of two fp32 (or bf16) numbers is exact in float64."""
+        if z.data.dtype == np.float32 or holds_bf16(z):
+            with np.errstate(all="ignore"):
+                exact = values_of(x).astype(np.float64) * values_of(y) + values_of(z)
+                out = exact.astype(np.float32)
+            return handle_of(out) if holds_bf16(z) else TensorHandle(out, z.dtype.scalar)
+        return fma(self, x, y, z)
+
+    InterpreterBuilder.binary_op = binary_op
+    InterpreterBuilder.unary_op = unary_op
+    InterpreterBuilder.ternary_op = ternary_op
+    InterpreterBuilder.create_fma = create_fma
+    if not hasattr(InterpreterBuilder, "create_fneg"):
+        InterpreterBuilder.create_fneg = lambda self, value: self.unary_op(value, np.negative)
+
+
+def _drop_low_bits(values: np.ndarray) -> np.ndarray:
+    return (np.ascontiguousarray(values).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def _repair_dot() -> None:
+    dot = InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, accumulator, input_precision, imprecise):
+        if holds_bf16(a) or holds_bf16(b):
+            return TensorHandle(np.matmul(values_of(a), values_of(b)) + accumulator.data, accumulator.dtype.scalar)
+        if _tf32 and a.data.dtype == np.float32 and input_precision == _ir.INPUT_PRECISION.TF32:
+            product = np.matmul(_drop_low_bits(a.data), _drop_low_bits(b.data))
+            return TensorHandle(product + accumulator.data, accumulator.dtype.scalar)
+        return dot(self, a, b, accumulator, input_precision, imprecise)
+
+    InterpreterBuilder.create_dot = create_dot
+    allowed = ("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
+    object.__setattr__(stock.interpreter_builder.options, "allowed_dot_input_precisions", allowed)
+
+
+def _repair_reductions() -> None:
+    total, running = stock.ReduceOps.sum, stock.ScanOps.cumsum
+
+    def reduce_sum(self, x):
+        if not holds_bf16(x.handle):
+            return total(self, x)
+        summed = np.sum(decode(x.handle.data), axis=self.axis, keepdims=self.keep_dims)
+        return self.to_tensor(encode(summed), x.dtype)
+
+    def cumsum(self, x):
+        if not holds_bf16(x.handle):
+            return running(self, x)
+        return [self.to_tensor(encode(np.cumsum(decode(x.handle.data), axis=self.axis)), x.dtype)]
+
+    stock.ReduceOps.sum = reduce_sum
+    stock.ScanOps.cumsum = cumsum
+
+
+def _repair_indexing() -> None:
+    """Block values as Python indices: numpy 2.4 refuses what Triton 3.6 relies on."""
+    patch = stock._patch_lang_tensor
+    as_index = lambda self: int(self.handle.data.reshape(-1)[0])  # noqa: E731
+
+    def patch_lang_tensor(tensor, *scope):
+        patch(tensor, *scope)
+        if scope:
+            scope[0].set_attr(tensor, "__index__", as_index)
+        else:
+            tensor.__index__ = as_index
+
+    stock._patch_lang_tensor = patch_lang_tensor
+    known, lookup, pointer = {}, stock._get_np_dtype, np.dtype(np.uint64)
+
+    def get_np_dtype(kind):
+        if isinstance(kind, tl.pointer_type):
+            return pointer
+        name = kind.scalar.name
+        if name not in known:
+            known[name] = lookup(kind)
+        return known[name]
+
+    stock._get_np_dtype = get_np_dtype
+
+
+def _repair_autotune() -> None:
+    """There is no driver to time with: the first configuration that survives pruning runs."""
+
+    def run(self, *args, **kwargs):
+        self.nargs = dict(zip(self.arg_names, args))
+        configs = self.configs
+        if self.early_config_prune:
+            configs = self.early_config_prune(self.configs, self.nargs, **kwargs) or self.configs
+        self.best_config = config = configs[0]
+        if config.pre_hook is not None:
+            config.pre_hook({**self.nargs, **kwargs, **config.all_kwargs()})
+        result = self.fn.run(*args, **{**kwargs, **config.all_kwargs()})
+        self.nargs = None
+        return result
+
+    Autotuner.run = run
+
+
+def _repair_libdevice() -> None:
+    from triton.language.extra import libdevice
+
+    def elementwise(function):
+        def call(x, *args, **kwargs):
+            with np.errstate(all="ignore"):
+                data = function(x.handle.data).astype(x.handle.data.dtype)
+            return tl.tensor(TensorHandle(data, x.handle.dtype), x.type)
+
+        return call
+
+    functions = {
+        "exp": np.exp,
+        "exp2": np.exp2,
+        "expm1": np.expm1,
+        "log": np.log,
+        "log2": np.log2,
+        "log1p": np.log1p,
+        "tanh": np.tanh,
+        "sqrt": np.sqrt,
+        "rsqrt": lambda x: 1 / np.sqrt(x),
+        "fast_expf": np.exp,
+        "fast_logf": np.log,
+        "fast_log2f": np.log2,
+        "fast_tanhf": np.tanh,
+        "abs": np.abs,
+        "rint": np.rint,
+        "isnan": np.isnan,
+    }
+    for name, function in functions.items():
+        setattr(libdevice, name, elementwise(function))
+
+
+class _Nothing:
+    def restore(self) -> None:
+        pass
+
+
+def _patch_language_once() -> None:
+    """Upstream patches triton.language at every launch and every nested jit call, about 100 us each; once is enough."""
+
+    def probe():
+        pass
+
+    stock._patch_lang(type(probe)(probe.__code__, {"tl": tl, "core": tl.core}))
+    nothing = _Nothing()
+    stock._patch_lang = lambda function: nothing
+
+
+class _Launcher:
+    """A thread that runs launches one at a time, each from the bottom of its stack.
+
+    CPython allocates interpreter frames in chunks and returns a chunk on every call that crosses its border; at the stack depth of pytest
+    under Hypothesis the kernel's frames sit on one, and run five times slower.
+    """
+
+    def __init__(self):
+        self.jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self.lock = threading.Lock()
+        self.process = self.thread = None
+
+    def start(self) -> None:
+        if self.process != os.getpid():  # also after a fork
+            worker = threading.Thread(target=self.loop, daemon=True, name="triton-interpreter")
+            worker.start()
+            self.process, self.thread = os.getpid(), worker.ident
+
+    def loop(self) -> None:
+        torch.set_grad_enabled(False)
+        while True:
+            function, args, kwargs, answer = self.jobs.get()
+            try:
+                answer.put((function(*args, **kwargs), None))
+            except BaseException as error:
+                answer.put((None, error))
+            del function, args, kwargs, answer
+
+    def call(self, function, *args, **kwargs):
+        if threading.get_ident() == self.thread:
+            return function(*args, **kwargs)
+        with self.lock:
+            self.start()
+            answer: queue.SimpleQueue = queue.SimpleQueue()
+            self.jobs.put((function, args, kwargs, answer))
+            result, error = answer.get()
+        if error is not None:
+            fault = error.__cause__
+            raise fault if isinstance(fault, sanitizer.MemoryFault) else error
+        return result
+
+
+def _launch_on_fresh_stacks() -> None:
+    launch, launcher = stock.GridExecutor.__call__, _Launcher()
+    stock.GridExecutor.__call__ = lambda self, *args, **kwargs: launcher.call(launch, self, *args, **kwargs)
