@@ -1,4 +1,4 @@
-"""Authority on how a quantity falls into independent blocks: one per (sequence, head), as rows by channels, and back to its index."""
+"""Authority on how a quantity falls into blocks, one per (sequence, head), and back to the caller's index."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -55,9 +55,9 @@ def slice_output(name: str, x: Tensor, queries: list[int], heads: Heads) -> Tens
 
 @dataclass(frozen=True)
 class Block:
-    """Blocks of one shape: `take` turns the quantity (with or without a leading replica axis) into `[.., N, rows, channels]`.
+    """Blocks of one shape: `take` turns the quantity, with or without a replica axis, into `[.., N, rows, channels]`.
 
-    `length`: T of the batch for a quantity with tokens, else K.
+    `length`: T of the batch for a quantity with tokens, chunks for `h`, else K. N counts heads fastest.
     """
 
     name: str
@@ -88,8 +88,11 @@ class Block:
             return (head,)
         if self.name == "ddt_bias":
             return (head * self.length + d,)
-        if self.name in BY_STATE or self.name == "h":
+        if self.name in BY_STATE:
             return (n // len(owners), head, t, d)
+        if self.name == "h":
+            chunk = n // len(owners)
+            return (chunk // self.length, chunk % self.length, head, t, d)
         token = d if self.name == "dbeta" else t
         row = int(self.group.tokens[n // len(owners), token])
         place = (row // self.length, row % self.length, head)
@@ -105,7 +108,7 @@ def blocks_of(name: str, x: Tensor, layout: Layout, heads: Heads) -> Iterator[Bl
             if group.length:
                 yield Block(name, group, x.dim(), x.shape[1])
         return
-    yield Block(name, None, x.dim(), heads.K)
+    yield Block(name, None, x.dim(), x.shape[1] if name == "h" else heads.K)
 
 
 def tail_of(name: str, x: Tensor, layout: Layout) -> Tensor | None:

@@ -74,18 +74,20 @@ def judge(
     *,
     entry: str,
     spec: PrecisionSpec,
-    gradients: bool = True,
+    quantities: frozenset[str] | None = None,
     seed: int = 0,
     device: torch.device | str | None = None,
     limits: Limits = LIMITS,
 ) -> list[Verdict]:
-    """A verdict for every quantity that the oracle knows for this call, and for nothing else.
+    """A verdict for every one of `quantities`, or for all that the oracle knows for this call.
 
     `inputs` are the tensors as the kernel got them, with `do` and `dht`; `outputs` what it returned, by quantity name.
     """
     device = torch.device(device) if device is not None else inputs["g"].device
     inputs = {name: None if x is None else x.detach().to(device) for name, x in inputs.items()}
+    gradients = quantities is None or any(name.startswith("d") for name in quantities)
     exact = _evaluator(inputs, options, entry, spec, gradients)(EXACT)
+    exact = {name: x for name, x in exact.items() if quantities is None or name in quantities}
     verdicts, comparable = [], []
     for name, truth in exact.items():
         problem = _form_problem(name, truth, outputs.get(name), inputs, spec)
@@ -256,7 +258,8 @@ class _Part:
             klass = "UNINFORMATIVE" if bool(torch.isfinite(value).all()) else "UNSTABLE"
             return Verdict(name, klass, math.nan, "envelope", "the route's own algorithm leaves its formats here"), 0.0
         finite = torch.isfinite(value)
-        stats = statistics(torch.where(finite, value - exact, 0.0), exact, errors, fmt, self.rounding, limits)
+        error = torch.where(finite, value - exact, 0.0)
+        stats = statistics(error, exact, errors, fmt, self.rounding, limits)
         over = {n: v / limit for n, (v, limit) in stats.values.items() if not v <= limit}
         overflow = (exact.abs() + limits.element * stats.sigma > LARGEST[fmt]) & (value.sign() == exact.sign())
         lost = ~(finite | overflow)
@@ -265,7 +268,7 @@ class _Part:
         if bool(lost.any()):
             klass, statistic, ratio = ("UNSTABLE" if self._may_overflow() else "BUG"), "nonfinite", math.inf
         else:
-            klass = self._class(name, block, value - exact, exact, stats, over, floor)
+            klass = self._class(name, block, error, exact, stats, over, floor)
             shares = {n: v / limit for n, (v, limit) in stats.values.items()}
             statistic = max(over or shares, key=(over or shares).get)
             ratio = shares[statistic]

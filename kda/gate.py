@@ -12,7 +12,7 @@ BLOCK_TOKENS = 32  # tokens per partial sum of dA_log and ddt_bias; part of the 
 
 PRECISION = PrecisionSpec(
     algorithm="gate",
-    stages={"gate": "fp32", "reduce": "fp32", "dg": "g", "dA_log": "fp32", "ddt_bias": "fp32"},
+    stages={"gate": "fp32", "reduce": "fp32", "dg": "g"},
 )
 
 # NOTE [Gate extremes]
@@ -23,11 +23,15 @@ PRECISION = PrecisionSpec(
 
 
 @triton.jit
+def softplus(b_z):
+    """log(1 + e^z)."""
+    return tl.where(b_z > 0.0, b_z, 0.0) + log1p_exp_neg(b_z)
+
+
+@triton.jit
 def softplus_gate(b_z, b_A):
     """g = -exp(A_log) softplus(z), natural log, <= 0."""
-    b_ea = exp(b_A)
-    b_sp = tl.where(b_z > 0.0, b_z, 0.0) + log1p_exp_neg(b_z)
-    return -tl.where(b_z < -80.0, exp(b_A + b_z), b_ea * b_sp)
+    return -tl.where(b_z < -80.0, exp(b_A + b_z), exp(b_A) * softplus(b_z))
 
 
 @triton.jit
@@ -50,10 +54,12 @@ def activate_gate(b_g, b_bias, b_A, lower_bound, IS_BOUNDED: tl.constexpr):
 @triton.jit
 def softplus_gate_adjoint(b_dg, b_z, b_A):
     """dz = -dg exp(A_log) sigmoid(z), dA_log = dg g."""
-    b_slope = tl.where(b_z < -80.0, exp(b_A + b_z), exp(b_A) * sigmoid(b_z))
-    b_dz = tl.where(b_dg == 0.0, 0.0, -b_dg * b_slope)
-    b_dA = tl.where(b_dg == 0.0, 0.0, b_dg * softplus_gate(b_z, b_A))
-    return b_dz, b_dA
+    b_ea = exp(b_A)
+    b_far = exp(b_A + b_z)
+    b_dz = -b_dg * tl.where(b_z < -80.0, b_far, b_ea * sigmoid(b_z))
+    # dg softplus(z) first: g itself may be -inf where its product with a small dg is not.
+    b_dA = -tl.where(b_z < -80.0, b_dg * b_far, (b_dg * softplus(b_z)) * b_ea)
+    return tl.where(b_dg == 0.0, 0.0, b_dz), tl.where(b_dg == 0.0, 0.0, b_dA)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
-"""Authority on how far from the truth rounding may lead: the statistics of an error, and their limits, from replicas of the algorithm.
+"""Authority on how far from the truth rounding may lead: statistics of an error and their limits, from replicas.
 
-Tensors are `[N, T, D]` (N independent blocks: a sequence and a head), replicas `[M, N, T, D]`. NOTE [Envelope] in this file.
+Tensors are `[N, T, D]` (N blocks: a sequence and a head), replicas `[M, N, T, D]`. See NOTE [Envelope].
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,14 @@ from torch import Tensor
 from oracle.rounding import PRECISION_BITS, Rounding
 
 # NOTE [Envelope]
-# Replicas run the route's own algorithm in float64 with random rounding functions at its declared rounding points. sigma is their
-# root mean square distance from the exact result, per element. Rounding of the output itself is deterministic: half an ulp, kept
-# apart. An element may be c sigma away: c = 9 covers 27 worst-case sites that all err the same way (sqrt(3 n) sigma). Many elements
-# together say more than one: the rms of e / sigma over rows, columns and the block, and the projection of the error on the reference
-# (a gain error), each against its own spread over the replicas.
+# Replicas run the route's own algorithm in float64 with random rounding functions at its declared rounding points. sigma
+# is their root mean square distance from the exact result, per element. Rounding of the output itself is deterministic:
+# half an ulp, kept apart. An element may be c sigma away: c = 9 covers 27 worst-case sites that all err the same way
+# (sqrt(3 n) sigma). Many elements together say more than one: the rms of e / sigma over rows, columns and the block, and
+# the projection of the error on the reference (a gain error), each against its own spread over the replicas.
 
-FLOOR = {"fp32": 2.0**-120, "tf32": 2.0**-120, "bf16": 2.0**-120, "fp16": 2.0**-24, "fp64": 0.0}  # flush to zero, subnormals
+# Flush to zero and subnormals: nothing below this is compared.
+FLOOR = {"fp32": 2.0**-120, "tf32": 2.0**-120, "bf16": 2.0**-120, "fp16": 2.0**-24, "fp64": 0.0}
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class Limits:
     pool_cap: float = 16.0
     unstable_row: float = 0.1  # a row lost: error above this share of its scale ...
     unstable_factor: float = 10.0  # ... and this much worse than the plain recurrence
-    uninformative: float = 0.25  # sigma of the plain recurrence above this share of the row's scale says nothing
+    uninformative: float = 0.25  # the plain recurrence's sigma above this share of a row's scale says nothing
     uninformative_rows: float = 0.1
-    relaxed: float = 4.0  # what a route that is known to lose digits on an input may exceed the limits by, and be UNSTABLE
+    relaxed: float = 4.0  # a route known to lose digits on an input may exceed limits by this, and be UNSTABLE
     small_row: float = 1 / 128  # rows are measured against at least this share of the block's rms
 
 
@@ -54,7 +55,7 @@ def rms(x: Tensor, dim: int | tuple[int, ...] = -1, keepdim: bool = False) -> Te
 
 
 def pooled_sigma(errors: Tensor, cap: float = LIMITS.pool_cap) -> Tensor:
-    """sigma `[N, T, D]` of replica errors `[M, N, T, D]`: per element, raised (never lowered) towards its row and column."""
+    """sigma `[N, T, D]` of replica errors: per element, raised (never lowered) towards its row and column."""
     own = errors.square().mean(0)
     row, column, block = own.mean(-1, keepdim=True), own.mean(1, keepdim=True), own.mean((1, 2), keepdim=True)
     return torch.maximum(own, torch.minimum(torch.where(block > 0, row * column / block, 0.0), cap * own)).sqrt()

@@ -1,11 +1,18 @@
-"""Authority on what rounding to a format means, and on the hook through which the oracle's algorithms can be made to round."""
+"""Authority on what rounding to a format means, and on the hook through which the oracle's algorithms round."""
 
 import zlib
 
 import torch
 
-PRECISION_BITS = {"fp64": 53, "fp32": 24, "tf32": 10, "fp16": 11, "bf16": 8}  # tf32: the hardware truncates, so 10 and a bias
-LARGEST = {"fp64": 1.7e308, "fp32": 3.4028234663852886e38, "tf32": 3.4e38, "fp16": 65504.0, "bf16": 3.3895313892515355e38}
+PRECISION_BITS = {"fp64": 53, "fp32": 24, "tf32": 10, "fp16": 11, "bf16": 8}  # tf32 is truncated: 10 bits and a bias
+LARGEST = {
+    "fp64": 1.7e308,
+    "fp32": 3.4028234663852886e38,
+    "tf32": 3.4e38,
+    "fp16": 65504.0,
+    "bf16": 3.3895313892515355e38,
+}
+EXPONENT_BITS = 0x7FF0000000000000  # of a float64
 FORMAT_OF_DTYPE = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -27,22 +34,22 @@ def round_to(x: torch.Tensor, fmt: str) -> torch.Tensor:
 class Rounding:
     """The hook: every declared rounding point of an algorithm passes through one of these methods.
 
-    The base class is exact: no replicas, nothing rounds. With `replicas` = M > 0 tensors have a leading dimension M and each replica
-    rounds in its own way.
+    The base class is exact: no replicas, nothing rounds. With `replicas` = M > 0 tensors have a leading dimension M and
+    each replica rounds in its own way.
     """
 
     replicas = 0
 
     def round(self, site: str, x: torch.Tensor, fmt: str) -> torch.Tensor:
-        """`x` as it is after being stored in `fmt` at `site`; the same function of the value at every call with this site."""
+        """`x` as it is after being stored in `fmt` at `site`; the same function of the value at every call."""
         return x
 
     def accumulate(self, site: str, value: torch.Tensor, magnitude: torch.Tensor, bits: int = 23) -> torch.Tensor:
-        """`value` as a sum accumulated with an absolute error of about magnitude * 2^-bits."""
+        """`value` as a sum accumulated on a grid whose pitch is about magnitude * 2^-bits."""
         return value
 
     def constant(self, site: str, eps: float, like: torch.Tensor) -> torch.Tensor | float:
-        """A factor 1 + eps U(-1, 1), one per replica: the error of a constant (scale, log2 e) or of exp's implementation."""
+        """A factor 1 + eps U(-1, 1), one per replica: the error of a constant (scale, log2 e) or of exp itself."""
         return 1.0
 
 
@@ -50,12 +57,13 @@ EXACT = Rounding()
 
 
 # NOTE [Random rounding functions]
-# Real rounding is a function of the value: equal values get equal errors, so repeated tokens make coherent errors that independent
-# noise would average away. A replica therefore rounds to a randomly scaled grid, rho(x) = RNE(x s) / s with one s per (replica, site).
-# A scaled grid treats a cluster of nearly equal values alike, while the real grid may have an edge inside it (1 and 2 are edges, and
-# repeated unit keys make clusters there). So half of the (replica, site) pairs, at random, dither: each element has an offset of its
-# own, the same at every call. And every fourth replica uses the format's own grid at every site. Randomness is keyed by site, not by
-# call order: recomputing from a checkpoint meets the same functions.
+# Real rounding is a function of the value: equal values get equal errors, so repeated tokens make coherent errors that
+# independent noise would average away. A replica therefore rounds to a randomly scaled grid, rho(x) = RNE(x s) / s with
+# one s per (replica, site). A scaled grid treats a cluster of nearly equal values alike, while the real grid may have
+# an edge inside it (1 and 2 are edges, and repeated unit keys make clusters there). So half of the (replica, site)
+# pairs, at random, dither: each element has an offset of its own, the same at every call. And every fourth replica uses
+# the format's own grid at every site. Randomness is keyed by site, not by call order: recomputing from a checkpoint
+# meets the same functions.
 class RandomGrids(Rounding):
     """M replicas, each with its own random rounding function at every site. See NOTE [Random rounding functions]."""
 
@@ -79,7 +87,7 @@ class RandomGrids(Rounding):
         return self._uniform[site].view([-1] + [1] * (like.dim() - 1))
 
     def _grid(self, site: str, shape: torch.Size, fmt: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """(s (1 + dither), 1 / s) of a site: the factor into the grid, with each element's offset in it, and the way back."""
+        """(s (1 + dither), 1 / s) of a site: the factor into the grid, with each element's offset, and the way back."""
         key = (site, shape[1:], fmt)
         if key not in self._grids:
             generator = self._generator(site)
@@ -112,7 +120,10 @@ class RandomGrids(Rounding):
         return rounded
 
     def accumulate(self, site: str, value: torch.Tensor, magnitude: torch.Tensor, bits: int = 23) -> torch.Tensor:
-        pitch, plain = magnitude.detach() * 2.0**-bits, value.detach()
+        # The pitch is a power of two times a constant. Were it proportional to the magnitude, sums proportional to theirs
+        # (all terms of one sign: a cumulative gate) would all get one relative error, which differences cancel.
+        binade = magnitude.detach().contiguous().view(torch.int64) & EXPONENT_BITS
+        pitch, plain = binade.view(value.dtype) * (1.42 * 2.0**-bits), value.detach()
         shift = self.uniform(site, value)
         return value + ((torch.round(plain / (pitch + 1e-300) + shift) - shift) * pitch - plain)
 
@@ -121,7 +132,7 @@ class RandomGrids(Rounding):
 
 
 class ToFormat(Rounding):
-    """One replica that rounds as the hardware does: an emulator of the declared rounding points, with exact accumulation."""
+    """One replica that rounds as the hardware does: emulates the declared rounding points, accumulates exactly."""
 
     replicas = 1
 

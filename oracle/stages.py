@@ -1,4 +1,4 @@
-"""Authority on the chunkwise algorithm: its stages in float64, each with the rounding points that a kernel of this kind declares.
+"""Authority on the chunkwise algorithm: its stages in float64, with the rounding points that such a kernel declares.
 
 Within a chunk of C tokens, G the inclusive cumulative log2 gate:
 
@@ -6,18 +6,18 @@ Within a chunk of C tokens, G the inclusive cumulative log2 gate:
     R = (I + L)^-1      w = R (beta k 2^G)      u = R (beta v)
     v_new = u - w S     o = scale (q 2^G) S + A_qk v_new     S <- 2^(G_C) S + (k 2^(G_C - G))^T v_new
 
-The backward pass is autograd through these stages, with the operands and incoming gradients of every product rounded alike.
+The backward pass is autograd through these stages; operands and incoming gradients of every product are rounded alike.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oracle.operator import Core
+from oracle.operator import Core, Formats, Inputs, Options, evaluate
 from oracle.recurrence import LOG2E, REPLICA_GATE_FLOOR, Rows
 from oracle.rounding import EXACT, Rounding
 
@@ -26,9 +26,13 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class ChunkModel:
-    """Where a chunkwise kernel rounds. `operand`: the large products; `intra`: k.k and q.k; `merge`: block merges of the inverse;
-    `stored_inverse`: R in memory; `diagonal`: 'pair' (each exponent a difference, any gate) or 'anchor' (two factors around the block's
-    first row); `apart`: i = j outside the anchored tile; `inverse`: 'substitution' or 'neumann' (a half-precision series)."""
+    """Where a chunkwise kernel rounds.
+
+    `operand`: the large products; `intra`: k.k and q.k; `merge`: block merges of the inverse; `stored_inverse`: R in
+    memory; `state`: the carried state; `diagonal`: 'pair' (each exponent a difference, any gate) or 'anchor' (two
+    factors around the block's first row); `apart`: i = j outside the anchored tile; `inverse`: 'substitution' or
+    'neumann' (a half-precision series).
+    """
 
     chunk: int = 64
     operand: str = "bf16"
@@ -41,8 +45,22 @@ class ChunkModel:
     inverse: str = "substitution"
 
     @classmethod
-    def of(cls, formats: Mapping[str, str], chunk: int, diagonal: str | None, inverse: str | None) -> "ChunkModel":
-        named = {name: formats[name] for name in ("operand", "intra", "merge", "stored_inverse", "state") if name in formats}
+    def of(
+        cls, formats: Mapping[str, str], chunk: int | None, diagonal: str | None, inverse: str | None
+    ) -> "ChunkModel":
+        """The model of a PrecisionSpec, its formats resolved; diagonal 'anchor_apart' is 'anchor' with `apart`.
+
+        ValueError for a chunk that is no multiple of 16, or an algorithm that has no model here.
+        """
+        chunk = 64 if chunk is None else chunk
+        if chunk < BLOCK or chunk % BLOCK:
+            raise ValueError(f"chunk is {chunk}, must be a positive multiple of {BLOCK}")
+        if diagonal not in (None, "pair", "anchor", "anchor_apart"):
+            raise ValueError(f"diagonal is {diagonal!r}, must be 'pair', 'anchor' or 'anchor_apart'")
+        if inverse not in (None, "substitution", "neumann"):
+            raise ValueError(f"inverse is {inverse!r}, must be 'substitution' or 'neumann'")
+        stages = ("operand", "intra", "merge", "stored_inverse", "state")
+        named = {name: formats[name] for name in stages if name in formats}
         return cls(
             chunk=chunk,
             diagonal="anchor" if diagonal == "anchor_apart" else diagonal or "pair",
@@ -53,7 +71,7 @@ class ChunkModel:
 
 
 class _Round(torch.autograd.Function):
-    """Rounded forward; the gradient is rounded to fp32, as a kernel that keeps it in registers does."""
+    """Rounded forward ('fp64': unchanged); the gradient rounds to fp32, as in a kernel that keeps it in registers."""
 
     @staticmethod
     def forward(ctx, x, rounding, site, fmt):
@@ -88,7 +106,7 @@ def _accumulated(rounding: Rounding, site: str, a: Tensor, b: Tensor, fmt: str) 
     """a @ b, accumulated in fp32; beside operands that were rounded further, that error does not count."""
     if not rounding.replicas or fmt != "fp32":
         return a @ b
-    return rounding.accumulate(site, a @ b, a.abs() @ b.abs(), 22)
+    return rounding.accumulate(site, a @ b, a.norm(dim=-1, keepdim=True) * b.norm(dim=-2, keepdim=True), 22)
 
 
 class _CumulativeGate(torch.autograd.Function):
@@ -145,7 +163,7 @@ def _substitution(L: Tensor, rounding: Rounding, merge: str) -> Tensor:
 
 
 def _neumann(L: Tensor, rounding: Rounding) -> Tensor:
-    """The doubling series prod (I + (-L)^(2^n)) in fp16: what must not be done, kept as a model of kernels that do it."""
+    """The doubling series prod (I + (-L)^(2^n)) in fp16: not to be imitated, kept as a model of kernels that do it."""
     half = lambda name, x: rounding.round(f"chunk.neumann.{name}", x, "fp16")  # noqa: E731
     power = -half("L", L)
     R = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device) + power
@@ -156,30 +174,34 @@ def _neumann(L: Tensor, rounding: Rounding) -> Tensor:
 
 
 class _Chunked:
-    """Rows cut into chunks `[M, R, chunks, C, D]` (a partial last chunk padded with inert tokens), and the stages on them."""
+    """Rows in chunks `[M, R, chunks, C, D]` (a partial last chunk padded with inert tokens), and the stages on them.
 
-    def __init__(self, rows: Rows, scale: float, model: ChunkModel, rounding: Rounding):
+    `gate`: what `rows.g` was before it was clamped; the error of its cumulative sum goes by its true size.
+    """
+
+    def __init__(self, rows: Rows, gate: Tensor, scale: float, model: ChunkModel, rounding: Rounding):
         self.model, self.rounding, self.length = model, rounding, rows.length
         self.scale = scale * rounding.constant("chunk.scale", 2.0**-24, rows.q[..., None])
         pad = -rows.length % model.chunk
         cut = lambda x: F.pad(x, (0, 0, 0, pad)).unflatten(2, (-1, model.chunk))  # noqa: E731
         self.q, self.k, self.v, self.beta = cut(rows.q), cut(rows.k), cut(rows.v), cut(rows.beta[..., None])
-        g = cut(rows.g)
-        magnitude = g.detach().clamp(min=-1e30).cumsum(-2).abs() * LOG2E
-        if rounding.replicas or bool((rows.g == -math.inf).any()):
-            # exp(-200) is below every format's floor; the cumulative sum needs a finite number to subtract again.
-            magnitude = torch.where(g == -math.inf, REPLICA_GATE_FLOOR, g).detach().cumsum(-2).abs() * LOG2E
-            g = g.clamp(min=REPLICA_GATE_FLOOR)
-        self.G = _CumulativeGate.apply(g * rounding.constant("chunk.log2e", 2.0**-23, g), magnitude, rounding)
+        g = cut(rows.g) * rounding.constant("chunk.log2e", 2.0**-23, rows.g[..., None])
+        magnitude = cut(torch.where(gate == -math.inf, REPLICA_GATE_FLOOR, gate)).cumsum(-2).abs() * LOG2E
+        self.G = _CumulativeGate.apply(g, magnitude, rounding)
 
     def product(self, site: str, a: Tensor, b: Tensor, fmt: str) -> Tensor:
         return _Product.apply(a, b, self.rounding, f"chunk.{site}", fmt)
 
+    def kept(self, site: str, x: Tensor) -> Tensor:
+        """x itself; its gradient, summed from several uses, is rounded to fp32."""
+        return _Round.apply(x, self.rounding, f"chunk.{site}", "fp64")
+
     def exp2(self, site: str, exponent: Tensor) -> Tensor:
-        return _Round.apply(torch.exp2(exponent), self.rounding, f"chunk.{site}", "fp32")
+        grown = torch.exp2(self.kept(f"{site}.exponent", exponent))
+        return _Round.apply(grown, self.rounding, f"chunk.{site}", "fp32")
 
     def intra(self) -> tuple[Tensor, Tensor]:
-        """(A_qk without scale, A_kk): lower triangles `[.., C, C]`, diagonal blocks of 16 and the blocks left of them."""
+        """(A_qk without scale, A_kk without beta), `[.., C, C]`: diagonal blocks of 16 and the blocks left of them."""
         qk, kk = [], []
         for first in range(0, self.model.chunk, BLOCK):
             block = slice(first, first + BLOCK)
@@ -209,13 +231,15 @@ class _Chunked:
 
     def _paired(self, q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
         lower = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=G.device).tril()[..., None]
-        exponent = torch.where(lower, G[..., :, None, :] - G[..., None, :, :], -math.inf)
-        decayed = self.exp2("pair", exponent) * k[..., None, :, :]
-        total = lambda site, x: self.rounding.accumulate(  # noqa: E731
-            f"chunk.pair.{site}",
-            (x[..., :, None, :] * decayed).sum(-1),
-            x.norm(dim=-1, keepdim=True) * k.norm(dim=-1)[..., None, :],
-        )
+        left, right = self.kept("pair.G_row", G), self.kept("pair.G_column", G)
+        exponent = torch.where(lower, left[..., :, None, :] - right[..., None, :, :], -math.inf)
+        decayed = self.exp2("pair", exponent) * self.kept("pair.k", k)[..., None, :, :]
+
+        def total(site: str, x: Tensor) -> Tensor:
+            terms = self.kept(f"pair.{site}.row", x)[..., :, None, :] * decayed
+            magnitude = x.norm(dim=-1, keepdim=True) * k.norm(dim=-1)[..., None, :]
+            return self.rounding.accumulate(f"chunk.pair.{site}", terms.sum(-1), magnitude)
+
         return total("qk", q), total("kk", k)
 
     def run(self, state: Tensor) -> dict[str, Tensor]:
@@ -253,20 +277,71 @@ class _Chunked:
         }
 
 
-def chunk_core(model: ChunkModel, rounding: Rounding = EXACT) -> Core:
-    """The chunkwise algorithm as a core of `operator.evaluate`."""
+def _finite_gate(g: Tensor, rounding: Rounding) -> Tensor:
+    """g with resets that a cumulative sum can subtract again: exp(-200) is below every format's floor."""
+    if rounding.replicas or bool((g == -math.inf).any()):
+        return g.clamp(min=REPLICA_GATE_FLOOR)
+    return g
 
-    def core(rows: Rows, scale: float, do: Tensor | None, dstate: Tensor | None, chunk: int | None) -> dict[str, Tensor]:
-        names = ("q", "k", "v", "g", "beta", "state")
-        with torch.set_grad_enabled(do is not None):
-            leaves = [getattr(rows, name).detach().clone().requires_grad_(do is not None) for name in names]
-            stages = _Chunked(Rows(*leaves), scale, model, rounding).run(leaves[-1])
-            out = {"o": stages["o"].detach(), "state": stages["state"].detach()}
-            if chunk:
-                out["h"] = stages["states"].detach()
-            if do is not None:
-                gradients = torch.autograd.grad([stages["o"], stages["state"]], leaves, [do.expand_as(stages["o"]), dstate.expand_as(stages["state"])])
-                out |= {f"d{name}": gradient for name, gradient in zip(names, gradients)}
-        return out
+
+def forward_stages(rows: Rows, scale: float, model: ChunkModel, rounding: Rounding = EXACT) -> dict[str, Tensor]:
+    """Every intermediate by name, float64, in chunks `[M, R, chunks, C, ..]`, without gradients.
+
+    G (cumulative gate, log2), A_qk, A_kk, inverse, w, u, v_new; states `[M, R, chunks, K, V]` before each chunk, the
+    last `state`, and o `[M, R, T, V]`.
+    """
+    with torch.no_grad():
+        return _Chunked(replace(rows, g=_finite_gate(rows.g, rounding)), rows.g, scale, model, rounding).run(rows.state)
+
+
+def chunk_core(model: ChunkModel, rounding: Rounding = EXACT) -> Core:
+    """The chunkwise algorithm as a core of `operator.evaluate`; `h` must be asked for at the model's own chunk size."""
+
+    def core(
+        rows: Rows, scale: float, do: Tensor | None, dstate: Tensor | None, chunk: int | None
+    ) -> dict[str, Tensor]:
+        if chunk not in (None, model.chunk):
+            raise ValueError(f"chunk_size is {chunk}, must be that of the algorithm: {model.chunk}")
+        if do is None:
+            stages, gradients = forward_stages(rows, scale, model, rounding), {}
+        else:
+            stages, gradients = _with_gradients(rows, scale, model, rounding, do, dstate)
+        out = {"o": stages["o"].detach(), "state": stages["state"].detach(), **gradients}
+        return out | ({"h": stages["states"].detach()} if chunk else {})
 
     return core
+
+
+def _with_gradients(rows: Rows, scale: float, model: ChunkModel, rounding: Rounding, do: Tensor, dstate: Tensor):
+    """(the stages, the gradients of sum(o do) + sum(state dstate) by name)."""
+    names = ("q", "k", "v", "g", "beta", "state")
+    with torch.enable_grad():
+        plain = replace(rows, g=_finite_gate(rows.g, rounding))
+        leaves = [getattr(plain, name).detach().clone().requires_grad_() for name in names]
+        stages = _Chunked(Rows(*leaves), rows.g, scale, model, rounding).run(leaves[-1])
+        ends = [stages["o"], stages["state"]]
+        arriving = [do.expand_as(stages["o"]), dstate.expand_as(stages["state"])]
+        found = dict(zip(names, torch.autograd.grad(ends, leaves, arriving)))
+    if not rounding.replicas:
+        found["g"] = found["g"].masked_fill(rows.g == -math.inf, 0.0)
+    return stages, {f"d{name}": gradient for name, gradient in found.items()}
+
+
+def evaluate_chunk(
+    inputs: Inputs,
+    options: Options,
+    *,
+    gradients: bool = True,
+    rounding: Rounding = EXACT,
+    formats: Formats | None = None,
+    chunk: int | None = None,
+    diagonal: str | None = None,
+    inverse: str | None = None,
+    device: torch.device | str | None = None,
+) -> dict[str, Tensor]:
+    """`operator.evaluate` by the chunkwise algorithm: the same inputs, options, layouts and quantities.
+
+    `formats`: stage -> format, resolved (see `ChunkModel`); `chunk`: a multiple of 16, default 64.
+    """
+    core = chunk_core(ChunkModel.of(formats or {}, chunk, diagonal, inverse), rounding)
+    return evaluate(inputs, options, gradients=gradients, rounding=rounding, formats=formats, device=device, core=core)

@@ -37,22 +37,25 @@ class _Decay(torch.autograd.Function):
         return (grad * decayed).sum(-1), torch.where(a == 0, 0.0, a * grad)
 
 
+def _softplus(z: Tensor) -> Tensor:
+    return z.clamp(min=0) + torch.log1p(torch.exp(-z.abs()))
+
+
 class _SoftplusGate(torch.autograd.Function):
     """-exp(A) softplus(z), with the exponents added where either factor alone would leave the format."""
 
     @staticmethod
     def forward(ctx, z, A):
-        far = z < LARGE_NEGATIVE
-        g = -torch.where(far, torch.exp(A + z), torch.exp(A) * (z.clamp(min=0) + torch.log1p(torch.exp(-z.abs()))))
-        ctx.save_for_backward(z, A, g)
-        return g
+        ctx.save_for_backward(z, A)
+        return -torch.where(z < LARGE_NEGATIVE, torch.exp(A + z), torch.exp(A) * _softplus(z))
 
     @staticmethod
     def backward(ctx, grad):
-        z, A, g = ctx.saved_tensors
-        slope = -torch.where(z < LARGE_NEGATIVE, torch.exp(A + z), torch.exp(A) * torch.sigmoid(z))
-        dz = torch.where(grad == 0, 0.0, grad * slope)
-        dA = torch.where(grad == 0, 0.0, grad * g)
+        z, A = ctx.saved_tensors
+        far, near = torch.exp(A + z), torch.exp(A)
+        dz = -grad * torch.where(z < LARGE_NEGATIVE, far, near * torch.sigmoid(z))
+        dA = -torch.where(z < LARGE_NEGATIVE, grad * far, grad * _softplus(z) * near)
+        dz, dA = (torch.where(grad == 0, 0.0, x) for x in (dz, dA))
         return dz, dA.sum_to_size(A.shape)
 
 

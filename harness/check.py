@@ -1,0 +1,211 @@
+"""Authority on `kda check`: which problems a subject is held against, in what order, and what counts as checked."""
+
+import fnmatch
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import hypothesis
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from harness import results
+from harness.families import FAMILIES, Family
+from harness.problem import Problem
+from harness.profiles import Profile, drawing
+from harness.results import FAILURES, Finding, Report, Row
+from harness.runner import Checked, Runner
+from harness.shrink import shrink
+from harness.strategies import problems
+from harness.subject import Subject
+
+REPEAT_EVERY = 4  # of the problems on a route, this share is run twice and compared bit by bit
+FINDINGS_SHRUNK = 12  # distinct failures of a run that are worth shrinking
+
+
+@dataclass(frozen=True)
+class Task:
+    route: str
+    family: str
+    problem: Problem
+    required: bool
+
+
+@dataclass
+class Checks:
+    """What a run has done so far."""
+
+    rows: dict[tuple[str, str, str], Row] = field(default_factory=dict)
+    findings: dict[tuple[str, str, str, str], Finding] = field(default_factory=dict)
+    done: int = 0
+    skipped: int = 0
+    planned: int = 0
+    required_left: int = 0
+    unproven: list[str] = field(default_factory=list)
+    not_covered: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    problems: dict[str, int] = field(default_factory=dict)
+
+    def record(self, task: Task, checked: Checked) -> None:
+        self.done += 1
+        times = {"compile": checked.compile_seconds, "kernel": checked.kernel_seconds, "oracle": checked.oracle_seconds}
+        for verdict in checked.verdicts:
+            if verdict.klass == "NOT_COVERED" and verdict.quantity == "call":
+                self.not_covered[f"{task.route} {task.family}"] = verdict.message
+                self.skipped += 1
+                if not checked.proven:
+                    self.unproven.append(f"{task.route}: {verdict.message}")
+                continue
+            key = (task.route, verdict.quantity, task.family)
+            row = self.rows.setdefault(key, Row(*key))
+            row.add(verdict)
+            row.seconds = {name: row.seconds[name] + times[name] / len(checked.verdicts) for name in times}
+        if not all(v.klass == "NOT_COVERED" and v.quantity == "call" for v in checked.verdicts):
+            self.problems[task.route] = self.problems.get(task.route, 0) + 1
+            longest = max(checked.problem.lengths, default=0)
+            self.tokens[task.route] = max(self.tokens.get(task.route, 0), longest)
+            self.peak_bytes[task.route] = max(self.peak_bytes.get(task.route, 0), checked.peak_bytes)
+            total = self.seconds.setdefault(task.route, dict.fromkeys(times, 0.0))
+            for name, spent in times.items():
+                total[name] += spent
+
+    def exit_status(self) -> int:
+        """0 right, 1 a finding, 3 nothing or less than asked for."""
+        if self.findings:
+            return 1
+        if not self.problems or self.required_left or self.unproven:
+            return 3
+        classes = {row.klass for row in self.rows.values()}
+        return 3 if classes & {"NOT_COVERED"} else 0
+
+
+def plan(subject: Subject, profile: Profile, routes: str, families: str, device: str, seed: int) -> list[Task]:
+    """Every task of a run, dealt out so that an early stop has seen something of every route and family."""
+    queues = []
+    for route in subject.routes:
+        if not fnmatch.fnmatch(route.id, routes):
+            continue
+        for family in FAMILIES:
+            slow_route = route.id == "torch"
+            if not fnmatch.fnmatch(family.name, families) or route.entry not in family.entries:
+                continue
+            if family.gpu_only and (device == "cpu" or slow_route):
+                continue
+            queues.append(list(_tasks(route.id, route.entry, family, profile, seed, device)))
+    rounds = max(map(len, queues), default=0)
+    ordered = [queue[i] for i in range(rounds) for queue in queues if i < len(queue)]
+    return sorted(ordered, key=lambda task: not task.required)
+
+
+def _tasks(route: str, entry: str, family: Family, profile: Profile, seed: int, device: str) -> Iterator[Task]:
+    for example in family.examples:
+        fitted = example if example.entry == entry else _fitted(example, entry)
+        if fitted is not None:
+            yield Task(route, family.name, fitted, True)
+    if not family.gpu_only:
+        for drawn in draw(family, entry, profile.generated, seed, 66 if device != "cpu" else 34):
+            yield Task(route, family.name, drawn, False)
+
+
+def _fitted(example: Problem, entry: str) -> Problem | None:
+    """An example written for one entry, for another that can take it."""
+    if example.entry != "recurrent" or entry != "chunk":
+        return None
+    return replace(example, entry="chunk")
+
+
+def draw(family: Family, entry: str, count: int, seed: int, longest: int) -> list[Problem]:
+    """`count` problems of a family, the same ones for the same seed."""
+    drawn: list[Problem] = []
+
+    @hypothesis.seed(seed)
+    @drawing(count)
+    @hypothesis.given(problems(family, entry, longest))
+    def collect(problem: Problem) -> None:
+        drawn.append(problem)
+
+    if count:
+        collect()
+    return drawn[:count]
+
+
+def run(
+    subject: Subject,
+    tasks: list[Task],
+    report: Report,
+    *,
+    device: str,
+    budget: float,
+    seed: int,
+    shrink_seconds: float,
+    console: Console,
+    timeouts: tuple[float, float] | None = None,
+) -> Checks:
+    """Work through the tasks until the budget is spent; an interrupt keeps what was found."""
+    checks = Checks(planned=len(tasks))
+    deadline = time.monotonic() + budget
+    runner = Runner(subject, device, report.folder, timeouts=timeouts)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            bar = progress.add_task("checking", total=len(tasks))
+            for index, task in enumerate(tasks):
+                if time.monotonic() > deadline:
+                    checks.required_left = sum(later.required for later in tasks[index:])
+                    break
+                progress.update(bar, description=f"{task.route} {task.family}")
+                checked = runner.check(task.route, task.problem, repeat=index % REPEAT_EVERY == 0, seed=seed)
+                checks.record(task, checked)
+                for finding in _findings(task, checked):
+                    key = (finding.route, finding.quantity, finding.klass, task.family)
+                    if key not in checks.findings:
+                        checks.findings[key] = report.save(finding)
+                progress.advance(bar)
+        _shrink_all(checks, runner, report, shrink_seconds, seed)
+    except KeyboardInterrupt:
+        checks.required_left = max(1, checks.required_left)
+        console.print("interrupted; what was found is kept")
+    finally:
+        runner.close()
+    return checks
+
+
+def _findings(task: Task, checked: Checked) -> Iterator[Finding]:
+    for verdict in checked.verdicts:
+        if verdict.klass in FAILURES:
+            yield Finding.of(task.route, verdict, task.problem)
+
+
+def _shrink_all(checks: Checks, runner: Runner, report: Report, seconds: float, seed: int) -> None:
+    """Make the problems of the first distinct findings smaller; each stays on disk until a smaller one has replaced it."""
+    for key, finding in list(checks.findings.items())[:FINDINGS_SHRUNK]:
+        if finding.klass == "HANG":
+            continue
+
+        def still_fails(candidate: Problem, finding: Finding = finding) -> bool:
+            try:
+                verdicts = runner.check(finding.route, candidate, repeat=finding.klass == "NONDETERMINISTIC", seed=seed).verdicts
+            except ValueError:
+                return False
+            return any((v.quantity, v.klass) == (finding.quantity, finding.klass) for v in verdicts)
+
+        smaller = shrink(finding.problem, still_fails, seconds / FINDINGS_SHRUNK * 2)
+        checks.findings[key] = report.save(replace(finding, problem=smaller))
+
+
+def summary(checks: Checks, subject: Subject, device: str, seed: int) -> dict:
+    """The result document of a run."""
+    coverage = {
+        "planned": checks.planned,
+        "checked": checks.done - checks.skipped,
+        "required_left": checks.required_left,
+        "not_covered": checks.not_covered,
+        "unproven": checks.unproven,
+        "longest": checks.tokens,
+        "peak_bytes": checks.peak_bytes,
+        "problems": checks.problems,
+    }
+    name = f"{subject.name} {subject.version}".strip()
+    return results.document(results.environment(device), name, seed, checks.rows.values(), checks.findings.values(), coverage)

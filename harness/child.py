@@ -1,0 +1,56 @@
+"""The child process of `isolate`: runs one subject's calls and answers over a pipe; whatever kills it, kills only it."""
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+
+import torch
+from safetensors.torch import save_file
+
+from harness import interpreter
+from harness.problem import Problem, materialise
+from harness.subject import NotCovered, call, load_subject
+
+
+def answer(request: dict, device: str, subject) -> dict:
+    """Run one request; outputs go to a file, everything else into the answer."""
+    problem = Problem.from_json(request["problem"])
+    try:
+        run = call(subject.route(request["route"], problem.entry), materialise(problem, device))
+    except NotCovered as reason:
+        return {"status": "not_covered", "message": str(reason)}
+    save_file({name: x.cpu().contiguous() for name, x in run.outputs.items()}, request["outputs"])
+    return {"status": "ran", "seconds": run.seconds, "modified": run.modified, "peak_bytes": run.peak_bytes}
+
+
+def main(subject_name: str, device: str, search_path: str) -> None:
+    """Read requests, one JSON document a line, until the pipe closes."""
+    sys.path[:0] = [entry for entry in json.loads(search_path) if entry not in sys.path]
+    # The subject may print: the protocol keeps the pipe, and everything else goes to stderr.
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    if device == "cpu":
+        interpreter.install()
+    subject = load_subject(subject_name)
+    print(json.dumps({"status": "ready"}), file=channel)
+    for line in sys.stdin:
+        try:
+            reply = answer(json.loads(line), device, subject)
+        except Exception as error:
+            sticky = device != "cpu" and _context_is_lost()
+            reply = {"status": "raised", "message": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(), "sticky": sticky}
+        print(json.dumps(reply), file=channel)
+
+
+def _context_is_lost() -> bool:
+    """After an illegal access every later CUDA call fails: this process has nothing more to say."""
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize()
+        return float(torch.ones(1, device="cuda").sum()) != 1.0
+    return True
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

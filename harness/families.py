@@ -1,0 +1,231 @@
+"""Authority on families: kinds of problems, each there because some fault shows in no other."""
+
+from dataclasses import dataclass, field, replace
+
+from harness.problem import Problem
+
+BOUNDARIES = (0, 1, 15, 16, 17, 63, 64, 65)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of problem. `sees`: what only it can see. `examples` are always run; `patterns` are the menus that generated ones draw from."""
+
+    name: str
+    sees: str
+    examples: tuple[Problem, ...]
+    patterns: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    fixed: dict[str, object] = field(default_factory=dict)
+    entries: tuple[str, ...] = ("recurrent", "chunk")
+    gpu_only: bool = False
+
+
+_BASE = Problem(lengths=(20,), K=8, V=8, initial_state=True, q="unit", k="unit", v="gauss", g="mild", beta="uniform", h0="gauss", do="gauss", dht="gauss")
+_LOGITS = {"beta_sigmoid": True, "beta": "gauss"}
+_SOFTPLUS = {"gate": "softplus", "A_log": "gauss", "dt_bias": "gauss", "g": "gauss"}
+_BOUNDED = {"gate": "lower_bound", "lower_bound": -5.0, "safe_gate": True, "A_log": "gauss", "dt_bias": "gauss", "g": "gauss"}
+_NORMALISED = {"l2norm": True, "q": "gauss", "k": "gauss"}
+
+
+def _but(**changes: object) -> Problem:
+    return replace(_BASE, **changes)
+
+
+def _menu(**menus: str) -> dict[str, tuple[str, ...]]:
+    return {name: tuple(menu.split()) for name, menu in menus.items()}
+
+
+_FREE = _menu(q="unit gauss", v="gauss ramp", g="mild bounded time_constants", beta="uniform", h0="gauss", do="gauss", dht="gauss")
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        "dyadic",
+        "faults far below the rounding of bf16: every intermediate is nearly exact, and neighbours differ in every input",
+        (
+            _but(q="dyadic", k="onehot", v="dyadic", g="dyadic", beta="dyadic", h0="dyadic", do="dyadic", dht="dyadic", scale=0.125),
+            _but(q="dyadic", k="onehot", v="dyadic", g="dyadic", beta="dyadic", h0="dyadic", do="dyadic", dht="dyadic", scale=0.125, dtype="bf16", lengths=(18,), group=2),
+        ),
+        _menu(q="dyadic", k="onehot", v="dyadic ramp", g="dyadic zeros", beta="dyadic ones", h0="dyadic", do="dyadic", dht="dyadic"),
+    ),
+    Family(
+        "impulse",
+        "one path from a source token to an output: a lost or doubled token, a shifted gate",
+        (_but(v="onehot", k="unit", q="unit", g="mild", V=16, K=4, initial_state=False, lengths=(33,)),),
+        _menu(q="unit", k="unit", v="onehot", g="mild slow", beta="uniform ones", h0="zeros", do="onehot", dht="zeros"),
+    ),
+    Family(
+        "generic",
+        "everything large: a wrong formula, scale, head, stride, base of the exponential",
+        (
+            _but(),
+            _but(dtype="bf16", gate_dtype="bf16", K=16, V=12, heads=2, group=2),
+            _but(dtype="fp16", K=12, V=20, v_first=True, **_NORMALISED, **_LOGITS),
+            _but(lengths=(9, 9, 9), heads=3, group=2, K=5, V=3, scale=0.3),
+            _but(**_SOFTPLUS, **_LOGITS, neg_eigval=True, l2norm=True, q="gauss", k="gauss"),
+            _but(**_BOUNDED, **_LOGITS, l2norm=True, q="gauss", k="gauss", group=3),
+            _but(loss="state"),
+            _but(loss="o", final_state=False),
+        ),
+        {**_FREE, "k": ("unit",)},
+    ),
+    Family(
+        "ragged",
+        "boundaries: leaking neighbours, lost last tokens, empty sequences, unused tails, stale memory",
+        (
+            _but(lengths=BOUNDARIES[:5], packed=True, K=4, V=4),
+            _but(lengths=(0, 0, 5), packed=True, offsets="int32"),
+            _but(lengths=(20,), packed=True, tail=12),
+            _but(lengths=(63, 64, 65), packed=True, K=4, V=4, heads=1),
+            _but(lengths=(5, 0, 16, 1), packed=True, tail=3, v_first=True, **_NORMALISED, **_SOFTPLUS, **_LOGITS),
+            _but(lengths=(1,) * 24, packed=True, K=2, V=2),
+            _but(lengths=(17, 0), packed=True, group=2, dtype="bf16", **_BOUNDED),
+            _but(lengths=(0,), packed=True, tail=4),
+        ),
+        {**_FREE, "k": ("unit",)},
+        {"packed": True},
+    ),
+    Family(
+        "intermediates",
+        "the state at the start of every chunk: layout, count, the chunk that a sequence ends in",
+        (
+            _but(entry="chunk", intermediates=True, chunk_size=32, lengths=(70,), K=4, V=3),
+            _but(entry="chunk", intermediates=True, chunk_size=32, lengths=(33, 0, 32, 1), packed=True, tail=2, v_first=True, K=4, V=6, group=2),
+            _but(entry="chunk", intermediates=True, chunk_size=64, lengths=(65, 65), K=3, V=4, **_BOUNDED),
+        ),
+        {**_FREE, "k": ("unit",)},
+        {"entry": "chunk", "intermediates": True},
+        entries=("chunk",),
+    ),
+    Family(
+        "shapes",
+        "masks past K and V, sizes that are no power of two, 1 and 256",
+        (
+            _but(K=1, V=1),
+            _but(K=100, V=60, lengths=(7,), **_NORMALISED, **_SOFTPLUS),
+            _but(K=3, V=37, lengths=(16,), heads=2, **_BOUNDED),
+            _but(K=256, V=5, lengths=(4,)),
+            _but(K=6, V=256, lengths=(4,), dtype="bf16"),
+            _but(K=128, V=128, lengths=(5,), dtype="bf16", **_NORMALISED, **_BOUNDED, **_LOGITS),
+        ),
+        {**_FREE, "k": ("unit",)},
+    ),
+    Family(
+        "gate_bound",
+        "overflow of an anchored exponent: all gates at the bound, or half the channels",
+        (
+            _but(g="bound", lengths=(40,)),
+            _but(g="half_bound", lengths=(40,), dtype="bf16"),
+            _but(**{**_BOUNDED, "g": "raw_100", "A_log": "zeros"}, lengths=(33,)),
+            _but(**{**_BOUNDED, "g": "raw_1e4", "A_log": None, "dt_bias": None}),
+        ),
+        {**_FREE, "k": ("unit",), "g": ("bound", "half_bound")},
+        {"safe_gate": True},
+    ),
+    Family(
+        "spikes_resets",
+        "0 * inf, -inf - -inf, and small gates lost behind a huge one",
+        (
+            _but(g="spikes_50"),
+            _but(g="spikes_500", dtype="bf16"),
+            _but(g="spikes_1e6", lengths=(24,)),
+            _but(g="resets", lengths=(24,)),
+            _but(g="resets", lengths=(6, 8, 15), packed=True, dtype="bf16", group=2),
+            _but(g="spikes_1e6", gate_dtype="bf16", **_NORMALISED),
+        ),
+        {**_FREE, "k": ("unit",), "g": ("spikes_50", "spikes_500", "spikes_1e6", "resets")},
+    ),
+    Family(
+        "gate_extremes",
+        "overflow and lost digits inside the activations: extreme A_log, raw gates of +-30 to +-1e4",
+        (
+            _but(**{**_SOFTPLUS, "g": "raw_30"}),
+            _but(**{**_SOFTPLUS, "g": "raw_1e4", "A_log": "zeros"}),
+            _but(**{**_SOFTPLUS, "g": "raw_100", "A_log": "extreme_80", "dt_bias": None}),
+            _but(**{**_BOUNDED, "g": "raw_100", "A_log": "extreme_80"}),
+            _but(**{**_BOUNDED, "g": "gauss", "A_log": "extreme_minus_80"}),
+            _but(**{**_SOFTPLUS, "g": "raw_1e4", "A_log": "extreme_80"}),
+        ),
+        {**_FREE, "k": ("unit",), "g": ("raw_30", "raw_100", "raw_1e4"), "A_log": ("zeros", "kimi", "extreme_80", "extreme_minus_80"), "dt_bias": ("gauss", "kimi")},
+        {"gate": "softplus"},
+    ),
+    Family(
+        "saturated_beta",
+        "beta modes: sigmoid at both ends, doubled, zero",
+        (
+            _but(beta_sigmoid=True, beta="saturated"),
+            _but(beta_sigmoid=True, neg_eigval=True, beta="raw_100", dtype="bf16"),
+            _but(beta="zeros"),
+            _but(beta="ones"),
+        ),
+        {**_FREE, "k": ("unit",), "beta": ("zeros", "gauss", "saturated", "raw_100")},
+        {"beta_sigmoid": True},
+    ),
+    Family(
+        "repeated_keys",
+        "an unstable inverse of I + L: equal and nearly equal keys, beta 1 and 2, no or slow decay",
+        (
+            _but(k="repeated", beta="ones", g="zeros", lengths=(40,)),
+            _but(k="repeated", beta="twos", g="zeros", lengths=(40,), initial_state=False),
+            _but(k="near_repeated", beta="near_one", g="slow", dtype="bf16", lengths=(40,), K=16),
+            _but(k="repeated", l2norm=True, beta="twos", g="slow", dtype="bf16", lengths=(64,), K=16, V=16),
+        ),
+        {**_FREE, "k": ("repeated", "near_repeated"), "beta": ("ones", "twos", "near_one"), "g": ("zeros", "slow")},
+    ),
+    Family(
+        "slow_decay",
+        "errors that grow over thousands of tokens, and the carried state",
+        (_but(g="slow", lengths=(1024,), K=4, V=4), _but(g="time_constants", lengths=(200,), K=8, V=4, dtype="bf16")),
+        {**_FREE, "k": ("unit",), "g": ("slow", "time_constants")},
+    ),
+    Family(
+        "magnitudes",
+        "huge and tiny values, zero keys, fp16 near its maximum",
+        (
+            _but(v="huge", h0="huge"),
+            _but(v="huge", dtype="fp16", h0="gauss"),
+            _but(v="tiny", h0="tiny", do="tiny", dht="tiny"),
+            _but(k="some_zero", q="some_zero"),
+            _but(q="tiny", k="tiny", l2norm=True),
+            _but(k="zeros", q="ones", l2norm=True),
+        ),
+        {**_FREE, "k": ("unit", "some_zero", "zeros"), "v": ("huge", "tiny", "gauss_1e3")},
+    ),
+    Family(
+        "gate_entry",
+        "the gate alone: both activations, their adjoints and parameter gradients",
+        (
+            Problem(entry="gate", lengths=(20,), heads=2, K=8, g="gauss", gate="softplus", A_log="gauss", dt_bias="gauss", do="gauss"),
+            Problem(entry="gate", lengths=(20,), heads=2, K=8, g="gauss", gate="lower_bound", lower_bound=-5.0, A_log="gauss", dt_bias="gauss", do="gauss"),
+            Problem(entry="gate", lengths=(33, 33), heads=3, K=100, g="gauss", gate="softplus", A_log="kimi", dt_bias="kimi", do="gauss", gate_dtype="bf16"),
+            Problem(entry="gate", lengths=(5,), heads=1, K=256, g="gauss", gate="lower_bound", lower_bound=-5.0, do="gauss", gate_dtype="fp16"),
+            Problem(entry="gate", lengths=(7,), heads=1, K=1, g="ramp", gate="lower_bound", lower_bound=-0.5, A_log="zeros"),
+            Problem(entry="gate", lengths=(40,), heads=2, K=4, g="raw_30", gate="softplus", A_log="kimi", do="gauss"),
+            Problem(entry="gate", lengths=(40,), heads=2, K=4, g="raw_100", gate="softplus", A_log="extreme_80", do="gauss"),
+            Problem(entry="gate", lengths=(40,), heads=2, K=4, g="raw_1e4", gate="softplus", A_log="extreme_80", dt_bias="gauss", do="gauss"),
+            Problem(entry="gate", lengths=(40,), heads=2, K=4, g="raw_30", gate="lower_bound", lower_bound=-5.0, A_log="kimi", do="gauss"),
+            Problem(entry="gate", lengths=(40,), heads=2, K=4, g="raw_100", gate="lower_bound", lower_bound=-5.0, A_log="extreme_80", dt_bias="gauss", do="gauss"),
+            Problem(entry="gate", lengths=(40,), heads=2, K=4, g="raw_1e4", gate="lower_bound", lower_bound=-5.0, A_log="extreme_minus_80", do="gauss"),
+            Problem(entry="gate", lengths=(1024,), heads=1, K=16, g="gauss", gate="softplus", A_log="kimi", dt_bias="kimi", do="gauss"),
+        ),
+        _menu(g="gauss raw_30 raw_100 raw_1e4", A_log="zeros gauss kimi extreme_80 extreme_minus_80", dt_bias="zeros gauss kimi", do="gauss ones onehot"),
+        {"gate": "softplus"},
+        entries=("gate",),
+    ),
+    Family(
+        "models",
+        "real shapes and initialisations: Kimi-Linear 32 x 128 softplus, K3 96 x 128 lower bound -5, ragged packed 8192 tokens",
+        (
+            _but(lengths=(8192,), heads=32, K=128, V=128, dtype="bf16", gate_dtype="bf16", **_NORMALISED, **_LOGITS, gate="softplus", g="gauss", A_log="kimi", dt_bias="kimi"),
+            _but(lengths=(8192,), heads=96, K=128, V=128, dtype="bf16", gate_dtype="bf16", **_NORMALISED, **_LOGITS, **_BOUNDED),
+            _but(lengths=(1300, 547, 2048, 963, 271, 3063), packed=True, heads=32, K=128, V=128, dtype="bf16", gate_dtype="bf16", **_NORMALISED, **_LOGITS, **_BOUNDED),
+        ),
+        gpu_only=True,
+    ),
+)
+
+
+def family(name: str) -> Family:
+    for member in FAMILIES:
+        if member.name == name:
+            return member
+    raise ValueError(f"family is {name!r}; it must be one of {', '.join(member.name for member in FAMILIES)}")

@@ -1,0 +1,77 @@
+"""Authority on the options that the command and pytest share: each defined once, here."""
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from harness.profiles import PROFILES
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def seconds(text: str) -> float:
+    """30s, 20m, 8h, or a plain number of seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if not match:
+        raise argparse.ArgumentTypeError(f"budget is {text!r}; it must look like 30s, 20m, 8h or 300")
+    return float(match[1]) * _UNITS[match[2] or "s"]
+
+
+def device(text: str) -> str:
+    """cpu, cuda or cuda:i, if it is there."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"device is {text!r}; it must be cpu, cuda or cuda:i")
+    index = int(text.partition(":")[2] or 0)
+    if text != "cpu" and index >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(f"device is {text!r}; this machine has {torch.cuda.device_count()} GPUs")
+    return text
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: `--NAME` of the command, `--kda-NAME` of pytest."""
+
+    name: str
+    help: str
+    default: object = None
+    type: Callable[[str], object] = str
+    choices: tuple[str, ...] | None = None
+    metavar: str | None = None
+    pytest: bool = True
+
+
+OPTIONS = (
+    Option("subject", "implementation under test: kda, fla, a registered name, or module[:attribute] (default: KDA_SUBJECT, else kda)", metavar="NAME"),
+    Option("routes", "only routes that match this glob", "*", metavar="GLOB"),
+    Option("families", "only families that match this glob", "*", metavar="GLOB"),
+    Option("device", "cpu, cuda or cuda:i (default: a GPU if there is one)", type=device, metavar="DEVICE"),
+    Option("budget", "stop after this long: 30s, 20m, 8h (default: the profile's)", type=seconds, metavar="TIME"),
+    Option("seed", "seed of generated problems", 0, type=int, metavar="N"),
+    Option("profile", "how much to try", "dev", choices=tuple(PROFILES)),
+    Option("json", "also write the results as JSON to this file", type=Path, metavar="FILE", pytest=False),
+    Option("report", "folder for findings and results", Path("report"), type=Path, metavar="DIR"),
+)
+
+
+def add_to_parser(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Give a subcommand these options, or all of them."""
+    for option in OPTIONS:
+        if not names or option.name in names:
+            extra = {"choices": option.choices} if option.choices else {"metavar": option.metavar}
+            parser.add_argument(f"--{option.name}", help=option.help, default=option.default, type=option.type, **extra)
+
+
+def add_to_pytest(group) -> None:
+    """The same options with the prefix --kda-."""
+    for option in OPTIONS:
+        if option.pytest:
+            extra = {"choices": option.choices} if option.choices else {"metavar": option.metavar}
+            group.addoption(f"--kda-{option.name}", help=option.help, default=option.default, type=option.type, **extra)

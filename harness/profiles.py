@@ -1,0 +1,46 @@
+"""Authority on how much is tried: profiles of generated problems, and the Hypothesis settings that go with them."""
+
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, Phase, settings
+
+
+@dataclass(frozen=True)
+class Profile:
+    """`generated`: problems drawn per family and route, besides its examples. `budget`: seconds unless --budget says otherwise."""
+
+    name: str
+    generated: int
+    budget: float
+    shrink_seconds: float
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile("dev", 2, 240.0, 30.0),
+        Profile("ci", 2, 600.0, 60.0),
+        Profile("sweep", 25, 3600.0, 120.0),
+        Profile("nightly", 400, 8 * 3600.0, 300.0),
+    )
+}
+EXAMPLES = {"dev": 15, "ci": 15, "sweep": 200, "nightly": 2000}
+
+
+def register() -> None:
+    """Make the profiles known to Hypothesis under the same names; ci draws the same problems every time and keeps no database."""
+    common = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
+    for name, examples in EXAMPLES.items():
+        stable = {"derandomize": True, "database": None} if name == "ci" else {}
+        settings.register_profile(name, max_examples=examples, **common, **stable)
+
+
+def drawing(count: int) -> settings:
+    """Draw `count` problems and nothing else: no shrinking, no database, no deadline."""
+    return settings(
+        max_examples=count,
+        phases=[Phase.generate],
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )

@@ -1,0 +1,186 @@
+"""Authority on what a run leaves behind: findings on disk the moment they are found, and one result document per run."""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import triton
+
+from harness.problem import Problem
+from harness.verdict import SEVERITY, Verdict
+
+FAILURES = frozenset({"BUG", "UNSTABLE", "NONDETERMINISTIC", "CRASH", "HANG", "SUSPECT"})
+
+
+class StorageError(Exception):
+    """A result could not be written; the finding itself is in the message."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One distinct failure: the smallest problem known to show it, and the one it was found with."""
+
+    id: str
+    route: str
+    quantity: str
+    klass: str
+    ratio: float
+    message: str
+    problem: Problem
+    original: Problem
+    path: str = ""
+
+    @classmethod
+    def of(cls, route: str, verdict: Verdict, problem: Problem) -> "Finding":
+        digest = hashlib.sha256(f"{route} {verdict.quantity} {verdict.klass} {problem!r}".encode()).hexdigest()[:8]
+        name = f"{route}-{verdict.quantity}-{verdict.klass.lower()}-{digest}"
+        return cls(name, route, verdict.quantity, verdict.klass, verdict.ratio, str(verdict), problem, problem)
+
+
+@dataclass
+class Row:
+    """One line of the table: a quantity of a route, over all problems of a family."""
+
+    route: str
+    quantity: str
+    family: str
+    problems: int = 0
+    worst_ratio: float = 0.0
+    klass: str = "OK"
+    seconds: dict[str, float] = field(default_factory=lambda: {"compile": 0.0, "kernel": 0.0, "oracle": 0.0})
+
+    def add(self, verdict: Verdict) -> None:
+        self.problems += 1
+        if not verdict.ratio <= self.worst_ratio:
+            self.worst_ratio = verdict.ratio
+        if SEVERITY.index(verdict.klass) > SEVERITY.index(self.klass):
+            self.klass = verdict.klass
+
+
+def environment(device: str) -> dict[str, object]:
+    """The versions and the machine that a result depends on."""
+    cuda = device.startswith("cuda")
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "harness": _own_version(),
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "interpreter": bool(triton.knobs.runtime.interpret),
+        "platform": platform.platform(),
+    }
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("kda-harness")
+    except metadata.PackageNotFoundError:
+        return "source"
+
+
+class Report:
+    """The folder of one run. A finding is on disk before anything else happens to it."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.folder = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+    def prepare(self) -> None:
+        """Fail now, not after an hour, if nothing can be written here."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe = self.folder / ".probe"
+            probe.write_text("")
+            probe.unlink()
+        except OSError as error:
+            raise StorageError(f"report is {str(self.root)!r}; it must be a folder that can be written to ({error})") from None
+
+    def save(self, finding: Finding) -> Finding:
+        """Write problem.json of a finding; saving it again replaces the problem by a smaller one, atomically."""
+        path = self.folder / finding.id / "problem.json"
+        found = {
+            "route": finding.route,
+            "quantity": finding.quantity,
+            "class": finding.klass,
+            "ratio": _number(finding.ratio),
+            "message": finding.message,
+            "original": repr(finding.original),
+        }
+        text = finding.problem.to_json(found)
+        try:
+            _write_atomically(path, text)
+        except OSError as error:
+            print(text, file=sys.stderr, flush=True)
+            raise StorageError(f"{path} could not be written ({error}); the problem is printed above") from None
+        return replace(finding, path=str(path))
+
+    def finish(self, document: dict, extra: Path | None) -> None:
+        """Append the run to results.jsonl, and write it to `extra` if given."""
+        line = json.dumps(document, allow_nan=True)
+        try:
+            with open(self.root / "results.jsonl", "a") as file:
+                file.write(line + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            if extra:
+                _write_atomically(extra, json.dumps(document, indent=1, allow_nan=True))
+        except OSError as error:
+            print(line, file=sys.stderr, flush=True)
+            raise StorageError(f"the results could not be written ({error}); they are printed above") from None
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    with open(part, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def _number(x: float) -> float | str:
+    return x if x == x and abs(x) != float("inf") else str(x)
+
+
+def document(env: dict, subject: str, seed: int, rows: Iterable[Row], findings: Iterable[Finding], coverage: dict) -> dict:
+    """The result JSON of one run."""
+    return {
+        "schema": 1,
+        "env": env,
+        "subject": subject,
+        "seed": seed,
+        "routes": [
+            {
+                "route": row.route,
+                "quantity": row.quantity,
+                "family": row.family,
+                "problems": row.problems,
+                "worst_ratio": _number(row.worst_ratio),
+                "class": row.klass,
+                "seconds": row.seconds,
+            }
+            for row in rows
+        ],
+        "coverage": coverage,
+        "findings": [
+            {
+                "id": f.id,
+                "route": f.route,
+                "quantity": f.quantity,
+                "class": f.klass,
+                "ratio": _number(f.ratio),
+                "problem": asdict(f.problem),
+                "path": f.path,
+            }
+            for f in findings
+        ],
+    }

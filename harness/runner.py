@@ -1,0 +1,114 @@
+"""Authority on one check: a problem on a route of a subject, run, repeated, judged, and timed."""
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from harness.isolate import Child, Outcome
+from harness.problem import Problem, materialise
+from harness.subject import NotCovered, Route, RouteDidNotRun, Subject, call
+from harness.verdict import Verdict, judge
+
+
+
+@dataclass
+class Checked:
+    """The verdicts of one problem on one route, and where the time went."""
+
+    problem: Problem
+    route: str
+    verdicts: list[Verdict] = field(default_factory=list)
+    compile_seconds: float = 0.0
+    kernel_seconds: float = 0.0
+    oracle_seconds: float = 0.0
+    peak_bytes: int = 0
+    proven: bool = True
+
+
+class Runner:
+    """Runs problems on one subject; a foreign one in a child process that is reused."""
+
+    def __init__(self, subject: Subject, device: str, folder: Path, isolated: bool | None = None, timeouts: tuple[float, float] | None = None):
+        self.subject, self.device = subject, device
+        self.child = None
+        if subject.foreign if isolated is None else isolated:
+            limits = {} if timeouts is None else {"first_call": timeouts[0], "later_calls": timeouts[1]}
+            self.child = Child(subject.name, device, folder / "inflight", **limits)
+
+    def close(self) -> None:
+        if self.child:
+            self.child.close()
+
+    def check(self, route_id: str, problem: Problem, repeat: bool = False, seed: int = 0) -> Checked:
+        """Verdicts for every quantity of the problem; with `repeat`, the call is made twice and must agree bit by bit."""
+        route = self.subject.route(route_id, problem.entry)
+        checked = Checked(problem, route_id)
+        outcome = self._run(route, problem)
+        again = self._run(route, problem) if repeat and outcome.status == "ran" else None
+        if again is not None and again.status == "ran":
+            checked.compile_seconds = max(0.0, outcome.seconds - again.seconds)
+        checked.kernel_seconds = outcome.seconds - checked.compile_seconds
+        checked.peak_bytes = outcome.peak_bytes
+        checked.verdicts = _without_numbers(outcome) or []
+        if outcome.status == "ran":
+            checked.verdicts += [
+                Verdict("inputs", "BUG", math.inf, "modified", f"the call changed its argument {name}") for name in outcome.modified
+            ]
+            checked.verdicts += _differences(outcome, again)
+            started = time.perf_counter()
+            checked.verdicts += self._judge(route, problem, outcome, seed)
+            checked.oracle_seconds = time.perf_counter() - started
+        checked.proven = outcome.status != "unproven"
+        return checked
+
+    def _run(self, route: Route, problem: Problem) -> Outcome:
+        if self.child:
+            return self.child.run(route.id, problem)
+        try:
+            run = call(route, materialise(problem, self.device))
+        except NotCovered as reason:
+            return Outcome("not_covered", message=str(reason))
+        except RouteDidNotRun as reason:
+            return Outcome("unproven", message=str(reason))
+        except Exception as error:
+            return Outcome("crash", message=f"{type(error).__name__}: {error}")
+        return Outcome("ran", run.outputs, run.seconds, "", run.modified, run.peak_bytes)
+
+    def _judge(self, route: Route, problem: Problem, outcome: Outcome, seed: int) -> list[Verdict]:
+        case = materialise(problem, self.device)
+        return judge(
+            case.inputs,
+            case.options,
+            outcome.outputs,
+            entry=problem.entry,
+            spec=route.spec,
+            quantities=route.quantities(problem),
+            seed=seed,
+        )
+
+
+def _without_numbers(outcome: Outcome) -> list[Verdict] | None:
+    """The verdict on a call that returned nothing to look at."""
+    klass = {"crash": "CRASH", "hang": "HANG", "not_covered": "NOT_COVERED", "unproven": "NOT_COVERED"}.get(outcome.status)
+    if klass is None:
+        return None
+    ratio = 0.0 if klass == "NOT_COVERED" else math.inf
+    return [Verdict("call", klass, ratio, outcome.status, outcome.message)]
+
+
+def _differences(first: Outcome, second: Outcome | None) -> list[Verdict]:
+    if second is None:
+        return []
+    if second.status != "ran":
+        return [Verdict("call", "NONDETERMINISTIC", math.inf, "repeat", f"the second call: {second.status}, {second.message}")]
+    out = []
+    for name, x in first.outputs.items():
+        y = second.outputs[name]
+        different = int((x.contiguous().view(torch.uint8) != y.contiguous().view(torch.uint8)).sum()) if x.numel() else 0
+        if different:
+            message = f"{different} bytes of {x.numel() * x.element_size()} differ between two calls"
+            out.append(Verdict(name, "NONDETERMINISTIC", math.inf, "repeat", message))
+    return out

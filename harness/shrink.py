@@ -1,0 +1,93 @@
+"""Authority on making a failing problem smaller: fields go to simpler values, as long as the same quantity fails in the same class."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+
+from harness.problem import Problem, simplified
+
+_FLAGS = ("v_first", "intermediates", "neg_eigval", "beta_sigmoid", "l2norm", "initial_state", "safe_gate")
+
+
+def shrink(problem: Problem, still_fails: Callable[[Problem], bool], seconds: float) -> Problem:
+    """The smallest problem found within `seconds`; deterministic apart from where the time runs out."""
+    deadline = time.monotonic() + seconds
+    tried: set[Problem] = {problem}
+    progress = True
+    while progress and time.monotonic() < deadline:
+        progress = False
+        for candidate in _simpler(problem):
+            if time.monotonic() >= deadline:
+                break
+            if candidate in tried:
+                continue
+            tried.add(candidate)
+            if still_fails(candidate):
+                problem, progress = candidate, True
+                break
+    return problem
+
+
+def _simpler(problem: Problem) -> Iterator[Problem]:
+    """Legal problems that are simpler by one step, boldest first."""
+    for changes in _changes(problem):
+        candidate = simplified(problem, **changes)
+        if candidate is not None and candidate != problem:
+            yield candidate
+
+
+def _changes(problem: Problem) -> Iterator[dict[str, object]]:
+    yield from _fewer_tokens(problem)
+    for name in ("heads", "group"):
+        yield from ({name: smaller} for smaller in (1, getattr(problem, name) // 2, getattr(problem, name) - 1))
+    for name in ("K", "V"):
+        yield from ({name: smaller} for smaller in (1, 2, 4, 8, 16, 32, 64) if smaller < getattr(problem, name))
+        yield {name: getattr(problem, name) - 1}
+    yield {"tail": 0}
+    yield {"packed": False, "tail": 0}
+    for flag in _FLAGS:
+        yield {flag: False}
+    yield {"beta_sigmoid": False, "neg_eigval": False, "beta": "ones"}
+    yield {"gate": "pregated", "lower_bound": None, "A_log": None, "dt_bias": None, "g": "zeros"}
+    yield {"gate": "pregated", "lower_bound": None, "A_log": None, "dt_bias": None, "g": "mild"}
+    yield {"A_log": None}
+    yield {"dt_bias": None}
+    for loss in ("none", "o", "state"):
+        yield {"loss": loss}
+    for name in ("dtype", "gate_dtype"):
+        yield {name: "fp32"}
+    yield {"scale": None}
+    yield {"seed": 0}
+    yield from _plainer_patterns(problem)
+    for index in range(len(problem.edits)):
+        yield {"edits": problem.edits[:index] + problem.edits[index + 1 :]}
+
+
+def _fewer_tokens(problem: Problem) -> Iterator[dict[str, object]]:
+    lengths = problem.lengths
+    if len(lengths) > 1:
+        yield {"lengths": lengths[: len(lengths) // 2]}
+        yield {"lengths": lengths[len(lengths) // 2 :]}
+        for index in range(len(lengths)):
+            yield {"lengths": lengths[:index] + lengths[index + 1 :]}
+    places = range(len(lengths)) if problem.packed else (None,)
+    for place in places:
+        length = lengths[place or 0]
+        for smaller in (1, length // 2, length - length // 4, length - 8, length - 1):
+            if 0 <= smaller < length:
+                if place is None:
+                    yield {"lengths": (smaller,) * len(lengths)}
+                else:
+                    yield {"lengths": (*lengths[:place], smaller, *lengths[place + 1 :])}
+
+
+def _plainer_patterns(problem: Problem) -> Iterator[dict[str, object]]:
+    menus = problem.menus()
+    names = [field.name for field in fields(problem) if field.name in menus]
+    for name in names:
+        current = getattr(problem, name)
+        if current is None:
+            continue
+        menu = list(menus[name])
+        for plainer in menu[: menu.index(current)]:
+            yield {name: plainer}
