@@ -193,6 +193,15 @@ def _shrink_all(checks: Checks, runner: Runner, report: Report, seconds: float, 
 
         smaller = shrink(finding.problem, still_fails, seconds / FINDINGS_SHRUNK * 2)
         checks.findings[key] = report.save(replace(finding, problem=smaller))
+    checks.findings = _distinct(checks.findings)
+
+
+def _distinct(findings: dict[tuple, Finding]) -> dict[tuple, Finding]:
+    """One finding for every smallest problem; the others stay on disk."""
+    seen: dict[tuple, tuple] = {}
+    for key, finding in findings.items():
+        seen.setdefault((finding.route, finding.quantity, finding.klass, finding.problem), key)
+    return {key: findings[key] for key in seen.values()}
 
 
 def summary(checks: Checks, subject: Subject, device: str, seed: int) -> dict:

@@ -77,6 +77,11 @@ class Problem:
     seed: int = 0
     edits: tuple[Edit, ...] = ()
 
+    def __repr__(self) -> str:
+        """Valid Python, the fields that differ from the default only."""
+        changed = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"Problem({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+
     def __post_init__(self):
         object.__setattr__(self, "lengths", tuple(self.lengths))
         object.__setattr__(self, "edits", tuple(self.edits))

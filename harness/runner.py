@@ -5,8 +5,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
+from harness.bits import differing_bytes
 from harness.isolate import Child, Outcome
 from harness.problem import Problem, materialise
 from harness.subject import NotCovered, Route, RouteDidNotRun, Subject, call
@@ -107,7 +106,7 @@ def _differences(first: Outcome, second: Outcome | None) -> list[Verdict]:
     out = []
     for name, x in first.outputs.items():
         y = second.outputs[name]
-        different = int((x.contiguous().view(torch.uint8) != y.contiguous().view(torch.uint8)).sum()) if x.numel() else 0
+        different = differing_bytes(x, y)
         if different:
             message = f"{different} bytes of {x.numel() * x.element_size()} differ between two calls"
             out.append(Verdict(name, "NONDETERMINISTIC", math.inf, "repeat", message))

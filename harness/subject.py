@@ -11,6 +11,7 @@ from importlib import metadata
 import torch
 from torch import Tensor
 
+from harness.bits import differing_bytes
 from harness.problem import Case, Problem
 from kda.precision import PrecisionSpec
 
@@ -121,7 +122,7 @@ def call(route: Route, case: Case) -> Run:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
     peak = torch.cuda.max_memory_allocated() - resting if cuda else 0
-    modified = tuple(name for name, x in before.items() if x is not None and not _same_bits(x, case.inputs[name]))
+    modified = tuple(name for name, x in before.items() if x is not None and differing_bytes(x, case.inputs[name]))
     return Run(outputs, seconds, modified, peak)
 
 
@@ -141,10 +142,6 @@ def _forward_backward(route: Route, case: Case, leaves: Mapping[str, Tensor], gr
             DIFFERENTIABLE[n]: torch.zeros_like(leaf) if g is None else g for (n, leaf), g in zip(leaves.items(), grads)
         }
     return outputs
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.detach().contiguous().view(torch.uint8)) if a.numel() else True
 
 
 def own_subject() -> Subject:

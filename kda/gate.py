@@ -53,13 +53,16 @@ def activate_gate(b_g, b_bias, b_A, lower_bound, IS_BOUNDED: tl.constexpr):
 
 @triton.jit
 def softplus_gate_adjoint(b_dg, b_z, b_A):
-    """dz = -dg exp(A_log) sigmoid(z), dA_log = dg g."""
-    b_ea = exp(b_A)
+    """dz = -dg exp(A_log) sigmoid(z), and dA_log = dg g as two terms: exp(A_log) times the first, plus the second.
+
+    The factor is applied to the sum over all tokens: single terms may overflow where their sum does not.
+    """
+    m_far = b_z < -80.0
     b_far = exp(b_A + b_z)
-    b_dz = -b_dg * tl.where(b_z < -80.0, b_far, b_ea * sigmoid(b_z))
-    # dg softplus(z) first: g itself may be -inf where its product with a small dg is not.
-    b_dA = -tl.where(b_z < -80.0, b_dg * b_far, (b_dg * softplus(b_z)) * b_ea)
-    return tl.where(b_dg == 0.0, 0.0, b_dz), tl.where(b_dg == 0.0, 0.0, b_dA)
+    b_dz = -b_dg * tl.where(m_far, b_far, exp(b_A) * sigmoid(b_z))
+    b_scaled = tl.where(m_far, 0.0, -b_dg * softplus(b_z))
+    b_plain = tl.where(m_far, -b_dg * b_far, 0.0)
+    return tl.where(b_dg == 0.0, 0.0, b_dz), b_scaled, tl.where(b_dg == 0.0, 0.0, b_plain)
 
 
 @triton.jit
@@ -125,7 +128,7 @@ def kda_gate_bwd_kernel(
     HAS_BIAS: tl.constexpr,
     IS_BOUNDED: tl.constexpr,
 ):
-    """dg = dy y'(g + dt_bias), and this block's sums of the unrounded terms of dA_log [blocks, HV] and ddt_bias [blocks, HV, K]."""
+    """dg = dy y'(g + dt_bias), and this block's sums of the unrounded terms of dA_log [blocks, HV, 2] and ddt_bias [blocks, HV, K]."""
     i_hv = tl.program_id(0) % HV
     i_b = (tl.program_id(0) // HV).to(tl.int64)
     o_t = i_b * BT + tl.arange(0, BT)
@@ -137,12 +140,15 @@ def kda_gate_bwd_kernel(
     b_z = tl.load(g + o_g, mask=m, other=0.0).to(tl.float32) + b_bias[None, :]
     b_dy = tl.load(dy + o_g, mask=m, other=0.0).to(tl.float32)
     if IS_BOUNDED:
-        b_dz, b_dA = bounded_gate_adjoint(b_dy, b_z, b_A, lower_bound)
+        b_dz, b_plain = bounded_gate_adjoint(b_dy, b_z, b_A, lower_bound)
+        b_scaled = b_plain * 0.0
     else:
-        b_dz, b_dA = softplus_gate_adjoint(b_dy, b_z, b_A)
+        b_dz, b_scaled, b_plain = softplus_gate_adjoint(b_dy, b_z, b_A)
     tl.store(dg + o_g, b_dz.to(dg.dtype.element_ty), mask=m)
     if HAS_A:
-        tl.store(dA_partial + i_b * HV + i_hv, tl.sum(tl.sum(b_dA, axis=1), axis=0))
+        p_dA = dA_partial + (i_b * HV + i_hv) * 2
+        tl.store(p_dA, tl.sum(tl.sum(b_scaled, axis=1), axis=0))
+        tl.store(p_dA + 1, tl.sum(tl.sum(b_plain, axis=1), axis=0))
     if HAS_BIAS:
         tl.store(dbias_partial + (i_b * HV + i_hv) * K + o_k, tl.sum(b_dz, axis=0), mask=o_k < K)
 
@@ -200,15 +206,19 @@ def gate_backward(g, A_log, dt_bias, lower_bound, dy, route: str = "gate"):
     blocks = triton.cdiv(B * T, BLOCK_TOKENS)
     dg = torch.empty_like(g)
     partial = lambda x, *shape: None if x is None else torch.empty(blocks, *shape, dtype=torch.float32, device=g.device)  # noqa: E731
-    dA, dbias = partial(A_log, HV), partial(dt_bias, HV, K)
+    dA, dbias = partial(A_log, HV, 2), partial(dt_bias, HV, K)
     if g.numel():
         grid, constants = _geometry(g, A_log, dt_bias, lower_bound)
         record.note(route, "kda_gate_bwd_kernel", BT=BLOCK_TOKENS, BK=constants["BK"])
         kda_gate_bwd_kernel[grid](
             g, A_log, dt_bias, dy, dg, dA, dbias, lower_bound or 0.0, B * T, **constants
         )
-    total = lambda sums, like: None if like is None else sums.sum(0).flatten().to(like.dtype)  # noqa: E731
-    return dg, total(dA, A_log), total(dbias, dt_bias)
+    if A_log is not None:
+        scaled, plain = dA.sum(0).unbind(-1)
+        dA = (A_log.float().exp() * scaled + plain).to(A_log.dtype)
+    if dt_bias is not None:
+        dbias = dbias.sum(0).flatten().to(dt_bias.dtype)
+    return dg, dA, dbias
 
 
 def fused_kda_gate(

@@ -11,11 +11,11 @@ from torch import Tensor
 from oracle.rounding import PRECISION_BITS, Rounding
 
 # NOTE [Envelope]
-# Replicas run the route's own algorithm in float64 with random rounding functions at its declared rounding points. sigma
-# is their root mean square distance from the exact result, per element. Rounding of the output itself is deterministic:
-# half an ulp, kept apart. An element may be c sigma away: c = 9 covers 27 worst-case sites that all err the same way
-# (sqrt(3 n) sigma). Many elements together say more than one: the rms of e / sigma over rows, columns and the block, and
-# the projection of the error on the reference (a gain error), each against its own spread over the replicas.
+# Replicas run the route's own algorithm in float64 with random rounding functions at its declared rounding points;
+# sigma is their root mean square distance from the exact result, per element. Rounding of the output itself is
+# deterministic: half an ulp, kept apart. An element may be c sigma away: c = 9 covers 27 worst-case sites that all err
+# the same way (sqrt(3 n) sigma). Many elements together say more than one: the rms of e / sigma over rows, columns and
+# the block, and the projection of the error on the reference (a gain error), each against its own spread over replicas.
 
 # Flush to zero and subnormals: nothing below this is compared.
 FLOOR = {"fp32": 2.0**-120, "tf32": 2.0**-120, "bf16": 2.0**-120, "fp16": 2.0**-24, "fp64": 0.0}

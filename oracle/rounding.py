@@ -1,5 +1,6 @@
 """Authority on what rounding to a format means, and on the hook through which the oracle's algorithms round."""
 
+import math
 import zlib
 
 import torch
@@ -25,10 +26,21 @@ def round_to(x: torch.Tensor, fmt: str) -> torch.Tensor:
         return x
     if fmt == "tf32":
         return (x.contiguous().view(torch.int64) & -(2**42)).view(x.dtype)
+    rounded = _to_grid(x, fmt)
     if fmt == "fp16":
-        return x.to(torch.float16).double()
+        rounded = torch.where(rounded.abs() > LARGEST["fp16"], x * math.inf, rounded)
+    return rounded
+
+
+def _to_grid(x: torch.Tensor, fmt: str) -> torch.Tensor:
+    """The nearest even value of the format's precision; of its subnormals where it is fp16. Not by a cast: torch takes
+    float64 to fp16 through float32, and rounds twice."""
     carry = x * (2.0 ** (53 - PRECISION_BITS[fmt]) + 1)
-    return carry - (carry - x)
+    rounded = carry - (carry - x)
+    if fmt == "fp16":
+        shift = 1.5 * 2.0**28  # its last bit in float64 is 2^-24
+        rounded = torch.where(x.abs() < 2.0**-14, (x + shift) - shift, rounded)
+    return rounded
 
 
 class Rounding:
@@ -108,20 +120,17 @@ class RandomGrids(Rounding):
             return x
         into, back = self._grid(site, x.shape, fmt)
         y = x * into
-        carry = y * (2.0 ** (53 - PRECISION_BITS[fmt]) + 1)
-        rounded = torch.addcmul(x, (carry - (carry - y)).sub_(y), back)
+        rounded = torch.addcmul(x, _to_grid(y, fmt).sub_(y), back)
         if fmt == "tf32":
             real = self._real.to(self.device).view([-1] + [1] * (x.dim() - 1))
             rounded = torch.where(real, round_to(x, "tf32"), rounded)
         if fmt == "fp16":
-            subnormal = (y + 1.5 * 2.0**28) - 1.5 * 2.0**28
-            rounded = torch.where(y.abs() < 2.0**-14, subnormal * back, rounded)
             self.overflowed = self.overflowed or bool((x.abs() > LARGEST["fp16"]).any())
         return rounded
 
     def accumulate(self, site: str, value: torch.Tensor, magnitude: torch.Tensor, bits: int = 23) -> torch.Tensor:
-        # The pitch is a power of two times a constant. Were it proportional to the magnitude, sums proportional to theirs
-        # (all terms of one sign: a cumulative gate) would all get one relative error, which differences cancel.
+        # The pitch is a power of two times a constant. Were it proportional to the magnitude, sums proportional to
+        # theirs (all terms of one sign: a cumulative gate) would share one relative error, which differences cancel.
         binade = magnitude.detach().contiguous().view(torch.int64) & EXPONENT_BITS
         pitch, plain = binade.view(value.dtype) * (1.42 * 2.0**-bits), value.detach()
         shift = self.uniform(site, value)

@@ -53,10 +53,12 @@ class _SoftplusGate(torch.autograd.Function):
     def backward(ctx, grad):
         z, A = ctx.saved_tensors
         far, near = torch.exp(A + z), torch.exp(A)
-        dz = -grad * torch.where(z < LARGE_NEGATIVE, far, near * torch.sigmoid(z))
-        dA = -torch.where(z < LARGE_NEGATIVE, grad * far, grad * _softplus(z) * near)
-        dz, dA = (torch.where(grad == 0, 0.0, x) for x in (dz, dA))
-        return dz, dA.sum_to_size(A.shape)
+        is_far = z < LARGE_NEGATIVE
+        dz = torch.where(grad == 0, 0.0, -grad * torch.where(is_far, far, near * torch.sigmoid(z)))
+        # exp(A) times the sum, not the sum of products: single terms may overflow where their sum does not.
+        scaled = torch.where(is_far, 0.0, -grad * _softplus(z)).sum_to_size(A.shape)
+        plain = torch.where(is_far & (grad != 0), -grad * far, 0.0).sum_to_size(A.shape)
+        return dz, near * scaled + plain
 
 
 class _BoundedGate(torch.autograd.Function):

@@ -1,0 +1,207 @@
+"""Authority on the class of one part of a call, some heads with their replicas: which rule of the criterion decides."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from harness.census import WORST_SHOWN, Census, Verdict, Wrong, worst
+from harness.rows import Block, Heads, blocks_of
+from kda.precision import PrecisionSpec
+from oracle.envelope import FLOOR, Limits, Statistics, rms, statistics
+from oracle.operator import Options, evaluate, evaluate_gate
+from oracle.packing import Layout
+from oracle.recurrence import LOG2E
+from oracle.rounding import FORMAT_OF_DTYPE, LARGEST, PRECISION_BITS, RandomGrids, Rounding
+from oracle.stages import BLOCK, evaluate_chunk
+
+REAL_SPAN = 126.0  # log2 range that fp32 factors of an anchored tile may span
+RESOLVED_SUM = 1.8e5  # an fp32 cumulative gate beyond this no longer resolves 1/64 nat
+SOURCES = {"io": "q", "g": "g", "beta": "beta"}  # formats that follow the dtype of a tensor of the call
+
+
+def resolved(fmt: str, inputs: Mapping[str, Tensor | None]) -> str:
+    """The format that a PrecisionSpec means by `fmt` in this call."""
+    return FORMAT_OF_DTYPE[inputs[SOURCES[fmt]].dtype] if fmt in SOURCES else fmt
+
+
+@dataclass(frozen=True)
+class Call:
+    """What was called, and by which rules it is judged."""
+
+    options: Options
+    entry: str
+    spec: PrecisionSpec
+    gradients: bool
+    limits: Limits
+    layout: Layout
+    heads: Heads
+
+    def evaluator(self, inputs: Mapping[str, Tensor | None]) -> Callable[..., dict[str, Tensor]]:
+        """The oracle on `inputs`, as a function of the rounding and of the algorithm: recurrent, chunk, plain or gate.
+
+        'plain' is the recurrence with the operand precision of the route: what any algorithm would lose on this input.
+        """
+
+        def run(rounding: Rounding, algorithm: str = "recurrent") -> dict[str, Tensor]:
+            given = {"gradients": self.gradients, "rounding": rounding}
+            if self.entry == "gate":
+                return evaluate_gate(inputs, self.options, **given)
+            spec, formats = self.spec, {stage: resolved(fmt, inputs) for stage, fmt in self.spec.stages.items()}
+            if algorithm == "chunk":
+                form = {"chunk": spec.chunk, "diagonal": spec.diagonal, "inverse": spec.inverse}
+                return evaluate_chunk(inputs, self.options, **given, formats=formats, **form)
+            if algorithm == "plain":
+                formats["update"] = formats.get("operand", "fp32")
+            return evaluate(inputs, self.options, **given, formats=formats)
+
+        return run
+
+
+class Part:
+    """Some heads of a call: inputs, exact results, replicas, and what the judgements of several quantities share."""
+
+    def __init__(
+        self,
+        call: Call,
+        queries: list[int],
+        inputs: Mapping[str, Tensor | None],
+        exact: Mapping[str, Tensor],
+        replicas: int,
+        seed: int,
+    ):
+        self.call, self.queries, self.inputs, self.exact, self.seed = call, queries, inputs, exact, seed
+        self.evaluator = call.evaluator(inputs)
+        self.rounding = RandomGrids(replicas, seed, inputs["g"].device)
+        self.replicas = self.evaluator(self.rounding, call.spec.algorithm)
+        self.overflowed = (
+            self.rounding.overflowed
+        )  # by an operand of the route; later rounding of outputs does not count
+        self.share: dict[str, float] = {}  # quantity -> largest sigma of a row, in units of the row's scale
+
+    @cached_property
+    def plain(self) -> dict[str, Tensor]:
+        if self.call.spec.algorithm != "chunk":
+            return self.replicas
+        return self.evaluator(RandomGrids(self.call.limits.plain, self.seed + 1, self.inputs["g"].device), "plain")
+
+    def verdict(self, name: str, got: Tensor) -> Verdict:
+        """The verdict on `got`, quantity `name` of these heads in the caller's layout."""
+        verdicts = [self._block(name, block, got) for block in blocks_of(name, got, self.call.layout, self.call.heads)]
+        if not verdicts:
+            return Verdict(name, "OK", 0.0, "empty")
+        census = sum((verdict.census for verdict in verdicts[1:]), verdicts[0].census)
+        return replace(worst(verdicts), census=census)
+
+    def _block(self, name: str, block: Block, got: Tensor) -> Verdict:
+        limits, fmt, exact = self.call.limits, FORMAT_OF_DTYPE[got.dtype], block.take(self.exact[name])
+        value, errors = block.take(got).double(), block.take(self.replicas[name]) - exact
+        finite = torch.isfinite(value)
+        if not bool(torch.isfinite(errors).all()):
+            return self._without_envelope(name, exact, finite)
+        error = torch.where(finite, value - exact, 0.0)
+        stats = statistics(error, exact, errors, fmt, self.rounding, limits)
+        scale = torch.maximum(rms(exact), rms(exact, (1, 2))[:, None] * self._small_row()) + FLOOR[fmt]
+        self.share[name] = max(self.share.get(name, 0.0), float((rms(stats.sigma) / scale).max()))
+        overflow = (exact.abs() + limits.element * stats.sigma > LARGEST[fmt]) & (value.sign() == exact.sign())
+        lost = ~(finite | overflow)
+        if bool(lost.any()):
+            klass, statistic, ratio = ("UNSTABLE" if self._may_overflow else "BUG"), "nonfinite", math.inf
+        else:
+            shares = {n: v / limit for n, (v, limit) in stats.values.items()}
+            over = {n: shares[n] for n, (v, limit) in stats.values.items() if not v <= limit}
+            klass = self._class(name, block, error, exact, stats, over, scale)
+            statistic = max(over or shares, key=(over or shares).get)
+            ratio = shares[statistic]
+        return Verdict(name, klass, ratio, statistic, census=self._census(block, value, exact, stats, lost))
+
+    def _without_envelope(self, name: str, exact: Tensor, finite: Tensor) -> Verdict:
+        """The algorithm in float64 is not finite: nothing to compare with, but no excuse for a result that is not."""
+        lost = int((~finite & torch.isfinite(exact)).sum())
+        klass = ("UNSTABLE" if self._may_overflow else "BUG") if lost else "UNINFORMATIVE"
+        message = "the algorithm in float64 is not finite on this input"
+        statistic = "nonfinite" if lost else "envelope"
+        return Verdict(name, klass, math.inf, statistic, message, Census(finite.numel(), lost, lost))
+
+    def _small_row(self) -> float:
+        """A few operand roundoffs of the block's rms, in a small row, are no loss of digits."""
+        stages = self.call.spec.stages
+        operands = [resolved(stages.get(stage, "fp32"), self.inputs) for stage in ("operand", "intra")]
+        coarsest = min(PRECISION_BITS[fmt] for fmt in operands)
+        return max(self.call.limits.small_row, 2.0**-coarsest / self.call.limits.unstable_row)
+
+    def _class(
+        self,
+        name: str,
+        block: Block,
+        error: Tensor,
+        exact: Tensor,
+        stats: Statistics,
+        over: dict[str, float],
+        scale: Tensor,
+    ) -> str:
+        limits = self.call.limits
+        row_error, row_sigma, alive = rms(error), rms(stats.sigma), rms(exact) > 0
+        allowed = math.inf if self._sum_unresolved else limits.relaxed
+        relaxed = bool(over) and all(ratio <= allowed for ratio in over.values())
+        doubtful = (row_error > limits.unstable_row * scale) | ((row_sigma > limits.uninformative * scale) & alive)
+        if not bool(doubtful.any()) and not relaxed:
+            return "BUG" if over else "OK"
+        plain = rms((block.take(self.plain[name]) - exact).square().mean(0).sqrt() + stats.rounding / 1.7)
+        loses = (row_sigma > limits.unstable_row / 10 * scale) & (row_sigma > limits.unstable_factor / 2 * plain)
+        if over and not (relaxed and (allowed == math.inf or bool(loses.any()))):
+            return "BUG"
+        lost = (row_error > limits.unstable_row * scale) & (row_error > limits.unstable_factor * plain)
+        if over or bool(lost.any()):
+            return "UNSTABLE"
+        vague = ((plain > limits.uninformative * scale) & alive).double().mean()
+        return "UNINFORMATIVE" if float(vague) > limits.uninformative_rows else "OK"
+
+    @cached_property
+    def _gate(self) -> Tensor:
+        """The natural-log gate of these heads, token-major `[B * T, HV, K]`, activated where the kernel does so."""
+        g, options = self.inputs["g"], self.call.options
+        if self.call.entry != "gate" and options.use_gate_in_kernel:
+            g = evaluate_gate(self.inputs, options, gradients=False)["o"]
+        return g.double().flatten(0, 1)
+
+    def _largest_sum(self, tokens: int, first: int) -> float:
+        """The largest sum of |g| over an aligned run of `tokens`, without its first `first`; resets count as 0."""
+        largest = 0.0
+        for group in self.call.layout.groups(self.inputs["g"].device):
+            g = self._gate[group.tokens].abs().nan_to_num(posinf=0.0)
+            if g.numel():
+                pad = (0, 0, 0, 0, 0, -group.length % tokens)
+                runs = torch.nn.functional.pad(g, pad).unflatten(1, (-1, tokens))
+                largest = max(largest, float(runs[:, :, first:].sum(2).max()))
+        return largest
+
+    @cached_property
+    def _may_overflow(self) -> bool:
+        """Whether the route declares that it may produce a non-finite result on an input like this."""
+        excuses = self.call.spec.excuses
+        if "inf_gate" in excuses and bool((self._gate == -math.inf).any()):
+            return True
+        if "anchor_span" in excuses and self._largest_sum(BLOCK, 1) * LOG2E > REAL_SPAN:
+            return True
+        return "fp16_overflow" in excuses and self.overflowed
+
+    @cached_property
+    def _sum_unresolved(self) -> bool:
+        excused = "large_cumulative_gate" in self.call.spec.excuses
+        return excused and self._largest_sum(self.call.spec.chunk or 64, 0) > RESOLVED_SUM
+
+    def _census(self, block: Block, value: Tensor, exact: Tensor, stats: Statistics, lost: Tensor) -> Census:
+        z = torch.where(lost, math.inf, stats.z.nan_to_num(nan=math.inf, posinf=math.inf))
+        wrong = []
+        for flat in torch.topk(z.flatten(), min(WORST_SHOWN, z.numel())).indices.tolist():
+            at = (flat // (z.shape[1] * z.shape[2]), flat // z.shape[2] % z.shape[1], flat % z.shape[2])
+            if not float(z[at]) > 0:
+                break
+            index = block.index(*at, self.queries, self.call.heads)
+            wrong.append(Wrong(index, float(value[at]), float(exact[at]), float(stats.sigma[at]), float(z[at])))
+        over = int((~(z <= self.call.limits.element)).sum())
+        return Census(z.numel(), over, int(lost.sum()), tuple(wrong))

@@ -1,0 +1,168 @@
+"""Authority on the chunkwise algorithm: exact, it is the recurrence; its stages are what they say; its formats count."""
+
+import math
+
+import pytest
+import torch
+
+from oracle.operator import Options, evaluate
+from oracle.recurrence import LOG2E, Rows
+from oracle.rounding import RandomGrids
+from oracle.stages import ChunkModel, evaluate_chunk, forward_stages
+
+FP32 = dict.fromkeys(("operand", "intra", "merge", "stored_inverse", "state"), "fp32")
+
+
+def problem(T=70, H=1, HV=2, K=5, V=7, B=1, cu_seqlens=None, seed=0, scale_g=0.3):
+    generator = torch.Generator().manual_seed(seed)
+    randn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    unit = lambda x: x / x.norm(dim=-1, keepdim=True)  # noqa: E731
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    return {
+        "q": unit(randn(B, T, H, K)),
+        "k": unit(randn(B, T, H, K)),
+        "v": randn(B, T, HV, V),
+        "g": -scale_g * randn(B, T, HV, K).abs(),
+        "beta": torch.sigmoid(randn(B, T, HV)),
+        "initial_state": randn(N, HV, K, V),
+        "do": randn(B, T, HV, V),
+        "dht": randn(N, HV, K, V),
+        "cu_seqlens": None if cu_seqlens is None else torch.tensor(cu_seqlens),
+    }
+
+
+def assert_same(got, expected, limit=1e-12):
+    assert got.keys() == expected.keys()
+    for name in expected:
+        scale = float(expected[name].abs().max()) + 1e-300
+        assert float((got[name] - expected[name]).abs().max()) <= limit * scale, name
+
+
+@pytest.mark.parametrize("T", [1, 15, 16, 65, 130])
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+@pytest.mark.parametrize("diagonal", ["pair", "anchor", "anchor_apart"])
+def test_exact_chunks_are_the_recurrence(T, chunk, diagonal):
+    x, options = problem(T), Options(intermediates=True, chunk_size=chunk)
+    assert_same(evaluate_chunk(x, options, chunk=chunk, diagonal=diagonal), evaluate(x, options))
+
+
+def test_exact_neumann_is_the_inverse():
+    x = problem(64)
+    exact = ChunkModel.of({}, 64, None, "neumann")
+    with_series = forward_stages(rows(x), 1.0, exact)["inverse"]
+    assert_same({"R": with_series}, {"R": forward_stages(rows(x), 1.0, ChunkModel())["inverse"]})
+
+
+@pytest.mark.parametrize(
+    "case, options",
+    [
+        (dict(T=90, cu_seqlens=[0, 0, 17, 17, 80]), Options(state_v_first=True)),
+        (dict(T=40, B=2, H=2, HV=6), Options(scale=0.7, use_qk_l2norm_in_kernel=True)),
+        (dict(T=40), Options(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)),
+    ],
+    ids=["varlen-v_first", "gva-l2norm", "neg_eigval"],
+)
+def test_every_option_goes_through_the_same_packing_and_gates(case, options):
+    x = problem(**case)
+    assert_same(evaluate_chunk(x, options, chunk=16), evaluate(x, options))
+
+
+def test_gate_in_kernel():
+    x = problem(50) | {"A_log": torch.tensor([0.3, -0.5]), "dt_bias": torch.linspace(-1, 1, 10)}
+    options = Options(use_gate_in_kernel=True, lower_bound=-5.0)
+    assert_same(evaluate_chunk(x, options), evaluate(x, options), 1e-11)
+
+
+@pytest.mark.parametrize("reset", [-math.inf, -1e4], ids=["inf", "1e4"])
+def test_resets(reset):
+    x = problem(40)
+    x["g"][:, 20, :, 1:] = reset
+    got, expected = evaluate_chunk(x, Options(), chunk=32), evaluate(x, Options())
+    if reset == -math.inf:
+        assert bool((got["dg"][:, 20, :, 1:] == 0).all())
+    # Beside a reset of 1e4 the cumulative sum has lost four digits of its neighbours, in float64 too.
+    assert_same(got, expected, 1e-12 if reset == -math.inf else 1e-8)
+
+
+@pytest.mark.parametrize("reset", [-math.inf, -1e4], ids=["inf", "1e4"])
+def test_replicas_expect_noise_in_the_gradient_of_a_reset(reset):
+    """A kernel's reverse cumulative sum leaves rounding noise there, so sigma must not be 0."""
+    x = problem(40)
+    x["g"][:, 20, :, 1:] = reset
+    replicas = evaluate_chunk(x, Options(), rounding=RandomGrids(8), formats=FP32, chunk=32)
+    assert float(replicas["dg"][:, :, 20, :, 1:].abs().amax(0).min()) > 0
+
+
+def rows(x) -> Rows:
+    part = lambda name: x[name].transpose(1, 2).flatten(0, 1)[None]  # noqa: E731
+    group = x["v"].shape[2] // x["q"].shape[2]
+    q, k = (part(name).repeat_interleave(group, 1) for name in ("q", "k"))
+    return Rows(q, k, part("v"), part("g"), x["beta"].mT.flatten(0, 1)[None], x["initial_state"].flatten(0, 1)[None])
+
+
+def test_stages_are_what_they_say():
+    C, T, scale = 32, 70, 0.25
+    x = problem(T)
+    r, got = rows(x), forward_stages(rows(x), scale, ChunkModel(chunk=C))
+    first = slice(0, C)
+    G = r.g[:, :, first].cumsum(-2) * LOG2E
+    assert_same({"G": got["G"][:, :, 0]}, {"G": G})
+    pairs = torch.exp2((G[..., :, None, :] - G[..., None, :, :]).clamp(max=0))
+    q, k, v, beta = r.q[:, :, first], r.k[:, :, first], r.v[:, :, first], r.beta[:, :, first, None]
+    kk = (k[..., :, None, :] * k[..., None, :, :] * pairs).sum(-1)
+    L = torch.tril(kk * beta, -1)
+    R = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + L)
+    w, u = R @ (beta * k * torch.exp2(G)), R @ (beta * v)
+    expected = {
+        "A_qk": torch.tril(scale * (q[..., :, None, :] * k[..., None, :, :] * pairs).sum(-1)),
+        "inverse": R,
+        "w": w,
+        "u": u,
+        "v_new": u - w @ r.state,
+    }
+    assert_same({name: got[name][:, :, 0] for name in expected}, expected)
+    assert_same({"L": torch.tril(got["A_kk"][:, :, 0] * beta, -1)}, {"L": L})
+    assert got["states"].shape[2] == 3 and torch.equal(got["states"][:, :, 0], r.state)
+    whole = evaluate(x, Options(scale=scale))
+    assert_same({"o": got["o"][0].transpose(0, 1)[None], "ht": got["state"]}, {"o": whole["o"], "ht": whole["ht"]})
+
+
+@pytest.mark.parametrize("stage, lowered", [(s, f) for s in FP32 for f in ("bf16", "tf32", "fp16")], ids="-".join)
+def test_a_lower_format_of_a_stage_widens_the_envelope(stage, lowered):
+    x, sigma = problem(96, K=16, V=16), {}
+    exact = evaluate(x, Options())
+    for name, formats in (("fp32", FP32), (lowered, FP32 | {stage: lowered})):
+        replicas = evaluate_chunk(x, Options(), rounding=RandomGrids(8, 1), formats=formats, chunk=32)
+        sigma[name] = {n: float((replicas[n] - exact[n]).square().mean().sqrt()) for n in ("o", "dk", "dg")}
+    assert all(sigma[lowered][name] > 20 * sigma["fp32"][name] for name in ("o", "dk", "dg"))
+
+
+def test_a_half_precision_series_is_worse_than_substitution():
+    x = problem(64, K=16, V=16, scale_g=0.001)
+    x["k"][:] = x["k"][:, :1]
+    exact, sigma = evaluate(x, Options(), gradients=False)["o"], {}
+    for inverse in ("substitution", "neumann"):
+        given = {"rounding": RandomGrids(8, 1), "formats": FP32 | {"stored_inverse": "fp16"}, "inverse": inverse}
+        replicas = evaluate_chunk(x, Options(), gradients=False, **given)["o"]
+        sigma[inverse] = float((replicas - exact).square().mean().sqrt())
+    assert sigma["neumann"] > 10 * sigma["substitution"]
+
+
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        ({"chunk": 24}, "chunk"),
+        ({"chunk": 0}, "chunk"),
+        ({"diagonal": "halving"}, "diagonal"),
+        ({"inverse": "newton"}, "inverse"),
+    ],
+    ids=["no_multiple", "zero", "diagonal", "inverse"],
+)
+def test_an_algorithm_without_a_model_is_refused(given, named):
+    with pytest.raises(ValueError, match=named):
+        evaluate_chunk(problem(4), Options(), **given)
+
+
+def test_states_at_another_chunk_size_are_refused():
+    with pytest.raises(ValueError, match="chunk_size"):
+        evaluate_chunk(problem(40), Options(intermediates=True, chunk_size=32), chunk=16)
