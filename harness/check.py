@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from harness import results
 from harness.families import FAMILIES, Family
+from harness.options import Shape
 from harness.problem import Problem
 from harness.profiles import Profile, drawing
 from harness.results import FAILURES, Finding, Report, Row
@@ -81,7 +82,9 @@ class Checks:
         return 3 if classes & {"NOT_COVERED"} else 0
 
 
-def plan(subject: Subject, profile: Profile, routes: str, families: str, device: str, seed: int) -> list[Task]:
+def plan(
+    subject: Subject, profile: Profile, routes: str, families: str, device: str, seed: int, shape: Shape | None = None
+) -> list[Task]:
     """Every task of a run, dealt out so that an early stop has seen something of every route and family."""
     queues = []
     for route in subject.routes:
@@ -93,7 +96,8 @@ def plan(subject: Subject, profile: Profile, routes: str, families: str, device:
                 continue
             if family.gpu_only and (device == "cpu" or slow_route):
                 continue
-            queues.append(list(_tasks(route.id, route.entry, family, profile, seed, device)))
+            tasks = _tasks(route.id, route.entry, family, profile, seed, device)
+            queues.append(list(dict.fromkeys(_held_to(shape, task) for task in tasks)))
     rounds = max(map(len, queues), default=0)
     ordered = [queue[i] for i in range(rounds) for queue in queues if i < len(queue)]
     return sorted(ordered, key=lambda task: not task.required)
@@ -105,8 +109,16 @@ def _tasks(route: str, entry: str, family: Family, profile: Profile, seed: int, 
         if fitted is not None:
             yield Task(route, family.name, fitted, True)
     if not family.gpu_only:
-        for drawn in draw(family, entry, profile.generated, seed, 66 if device != "cpu" else 34):
+        for drawn in draw(family, entry, profile.generated * family.weight, seed, 66 if device != "cpu" else 34):
             yield Task(route, family.name, drawn, False)
+
+
+def _held_to(shape: Shape | None, task: Task) -> Task:
+    if shape is None:
+        return task
+    gate = task.problem.entry == "gate"
+    dims = {"group": 1, "V": 1} if gate else {"group": shape.group, "V": shape.V}
+    return replace(task, problem=replace(task.problem, heads=shape.heads, K=shape.K, edits=(), **dims))
 
 
 def _fitted(example: Problem, entry: str) -> Problem | None:
@@ -142,11 +154,13 @@ def run(
     shrink_seconds: float,
     console: Console,
     timeouts: tuple[float, float] | None = None,
+    pin_autotune: bool = False,
+    shape: Shape | None = None,
 ) -> Checks:
     """Work through the tasks until the budget is spent; an interrupt keeps what was found."""
     checks = Checks(planned=len(tasks))
     deadline = time.monotonic() + budget
-    runner = Runner(subject, device, report.folder, timeouts=timeouts)
+    runner = Runner(subject, device, report.folder, timeouts=timeouts, pin_autotune=pin_autotune)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -163,7 +177,7 @@ def run(
                     if key not in checks.findings:
                         checks.findings[key] = report.save(finding)
                 progress.advance(bar)
-        _shrink_all(checks, runner, report, shrink_seconds, seed)
+        _shrink_all(checks, runner, report, shrink_seconds, seed, keep_shape=shape is not None)
     except KeyboardInterrupt:
         checks.required_left = max(1, checks.required_left)
         console.print("interrupted; what was found is kept")
@@ -178,7 +192,9 @@ def _findings(task: Task, checked: Checked) -> Iterator[Finding]:
             yield Finding.of(task.route, verdict, task.problem)
 
 
-def _shrink_all(checks: Checks, runner: Runner, report: Report, seconds: float, seed: int) -> None:
+def _shrink_all(
+    checks: Checks, runner: Runner, report: Report, seconds: float, seed: int, keep_shape: bool = False
+) -> None:
     """Make the problems of the first distinct findings smaller; each stays on disk until a smaller one has replaced it."""
     for key, finding in list(checks.findings.items())[:FINDINGS_SHRUNK]:
         if finding.klass == "HANG":
@@ -191,7 +207,7 @@ def _shrink_all(checks: Checks, runner: Runner, report: Report, seconds: float, 
                 return False
             return any((v.quantity, v.klass) == (finding.quantity, finding.klass) for v in verdicts)
 
-        smaller = shrink(finding.problem, still_fails, seconds / FINDINGS_SHRUNK * 2)
+        smaller = shrink(finding.problem, still_fails, seconds / FINDINGS_SHRUNK * 2, keep_shape)
         checks.findings[key] = report.save(replace(finding, problem=smaller))
     checks.findings = _distinct(checks.findings)
 

@@ -9,9 +9,12 @@ import traceback
 import torch
 from safetensors.torch import save_file
 
-from harness import interpreter
+from harness import autotune, interpreter
 from harness.problem import Problem, materialise
 from harness.subject import NotCovered, call, load_subject
+
+
+REFUSALS = (TypeError, ValueError, NotImplementedError, AssertionError)  # how Python code says that it does not take an input
 
 
 def answer(request: dict, device: str, subject) -> dict:
@@ -21,11 +24,13 @@ def answer(request: dict, device: str, subject) -> dict:
         run = call(subject.route(request["route"], problem.entry), materialise(problem, device))
     except NotCovered as reason:
         return {"status": "not_covered", "message": str(reason)}
+    except REFUSALS as refusal:
+        return {"status": "not_covered", "message": f"refused: {type(refusal).__name__}: {refusal}"}
     save_file({name: x.cpu().contiguous() for name, x in run.outputs.items()}, request["outputs"])
     return {"status": "ran", "seconds": run.seconds, "modified": run.modified, "peak_bytes": run.peak_bytes}
 
 
-def main(subject_name: str, device: str, search_path: str) -> None:
+def main(subject_name: str, device: str, search_path: str, pin_autotune: str) -> None:
     """Read requests, one JSON document a line, until the pipe closes."""
     sys.path[:0] = [entry for entry in json.loads(search_path) if entry not in sys.path]
     # The subject may print: the protocol keeps the pipe, and everything else goes to stderr.
@@ -33,6 +38,8 @@ def main(subject_name: str, device: str, search_path: str) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     if device == "cpu":
         interpreter.install()
+    if pin_autotune == "1":
+        autotune.pin()
     subject = load_subject(subject_name)
     print(json.dumps({"status": "ready"}), file=channel)
     for line in sys.stdin:
@@ -53,4 +60,4 @@ def _context_is_lost() -> bool:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(*sys.argv[1:5])

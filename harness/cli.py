@@ -61,7 +61,7 @@ def _prepared(arguments: argparse.Namespace) -> tuple[Subject, str]:
 def _check(arguments: argparse.Namespace, console: Console) -> int:
     subject, device = _prepared(arguments)
     profile = profiles.PROFILES[arguments.profile]
-    tasks = check.plan(subject, profile, arguments.routes, arguments.families, device, arguments.seed)
+    tasks = check.plan(subject, profile, arguments.routes, arguments.families, device, arguments.seed, arguments.shape)
     if not tasks:
         print(f"kda: no route matches {arguments.routes!r} with a family that matches {arguments.families!r}", file=sys.stderr)
         return INCOMPLETE
@@ -76,6 +76,8 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
         seed=arguments.seed,
         shrink_seconds=profile.shrink_seconds,
         console=console,
+        pin_autotune=arguments.pin_autotune,
+        shape=arguments.shape,
     )
     _print_checks(checks, subject, console)
     report.finish(check.summary(checks, subject, device, arguments.seed), arguments.json)
@@ -129,7 +131,7 @@ def _replay(arguments: argparse.Namespace, console: Console) -> int:
     problem = Problem.load(arguments.path)
     subject, device = _prepared(arguments)
     routes = [r for r in subject.routes if r.entry == problem.entry and check.fnmatch.fnmatch(r.id, arguments.routes)]
-    runner = Runner(subject, device, arguments.report / "replay")
+    runner = Runner(subject, device, arguments.report / "replay", pin_autotune=arguments.pin_autotune)
     console.print(repr(problem), markup=False, soft_wrap=True)
     status = INCOMPLETE
     try:

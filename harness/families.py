@@ -18,6 +18,7 @@ class Family:
     fixed: dict[str, object] = field(default_factory=dict)
     entries: tuple[str, ...] = ("recurrent", "chunk")
     gpu_only: bool = False
+    weight: int = 1  # generated problems, as a multiple of the profile's
 
 
 _BASE = Problem(lengths=(20,), K=8, V=8, initial_state=True, q="unit", k="unit", v="gauss", g="mild", beta="uniform", h0="gauss", do="gauss", dht="gauss")
@@ -210,6 +211,7 @@ FAMILIES: tuple[Family, ...] = (
         _menu(g="gauss raw_30 raw_100 raw_1e4", A_log="zeros gauss kimi extreme_80 extreme_minus_80", dt_bias="zeros gauss kimi", do="gauss ones onehot"),
         {"gate": "softplus"},
         entries=("gate",),
+        weight=10,
     ),
     Family(
         "models",

@@ -44,7 +44,9 @@ class Child:
         inflight: Path,
         first_call: float = FIRST_CALL_SECONDS,
         later_calls: float = CALL_SECONDS,
+        pin_autotune: bool = False,
     ):
+        self.pin_autotune = pin_autotune
         self.subject, self.device, self.inflight = subject, device, inflight
         self.first_call, self.later_calls = first_call, later_calls
         self.process: subprocess.Popen | None = None
@@ -69,7 +71,7 @@ class Child:
 
     def _start(self) -> Outcome | None:
         self.errors = open(Path(self.scratch.name, "stderr"), "w+b")  # noqa: SIM115  lives as long as the process
-        command = [sys.executable, "-m", "harness.child", self.subject, self.device, json.dumps(sys.path)]
+        command = [sys.executable, "-m", "harness.child", self.subject, self.device, json.dumps(sys.path), str(int(self.pin_autotune))]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, start_new_session=True
         )

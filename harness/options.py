@@ -31,6 +31,24 @@ def device(text: str) -> str:
     return text
 
 
+@dataclass(frozen=True)
+class Shape:
+    """Heads, value heads to each, K and V that every problem is held to: one compile key for subjects that tune for each."""
+
+    heads: int
+    group: int
+    K: int
+    V: int
+
+
+def shape(text: str) -> Shape:
+    """HxGxKxV, as in 2x1x64x64."""
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", text)
+    if not match or "0" in match.groups():
+        raise argparse.ArgumentTypeError(f"shape is {text!r}; it must look like 2x1x64x64 (heads, value heads to each, K, V)")
+    return Shape(*map(int, match.groups()))
+
+
 def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -56,9 +74,13 @@ OPTIONS = (
     Option("budget", "stop after this long: 30s, 20m, 8h (default: the profile's)", type=seconds, metavar="TIME"),
     Option("seed", "seed of generated problems", 0, type=int, metavar="N"),
     Option("profile", "how much to try", "dev", choices=tuple(PROFILES)),
+    Option("shape", "hold every problem to HxGxKxV: one compile key, for subjects that tune for each", type=shape, metavar="SHAPE", pytest=False),
     Option("json", "also write the results as JSON to this file", type=Path, metavar="FILE", pytest=False),
     Option("report", "folder for findings and results", Path("report"), type=Path, metavar="DIR"),
 )
+
+
+PIN_HELP = "foreign subjects run the first configuration of each autotuner instead of timing them all"
 
 
 def add_to_parser(parser: argparse.ArgumentParser, *names: str) -> None:
@@ -67,6 +89,8 @@ def add_to_parser(parser: argparse.ArgumentParser, *names: str) -> None:
         if not names or option.name in names:
             extra = {"choices": option.choices} if option.choices else {"metavar": option.metavar}
             parser.add_argument(f"--{option.name}", help=option.help, default=option.default, type=option.type, **extra)
+    if not names or "subject" in names:
+        parser.add_argument("--pin-autotune", action="store_true", help=PIN_HELP)
 
 
 def add_to_pytest(group) -> None:

@@ -30,12 +30,20 @@ class Checked:
 class Runner:
     """Runs problems on one subject; a foreign one in a child process that is reused."""
 
-    def __init__(self, subject: Subject, device: str, folder: Path, isolated: bool | None = None, timeouts: tuple[float, float] | None = None):
+    def __init__(
+        self,
+        subject: Subject,
+        device: str,
+        folder: Path,
+        isolated: bool | None = None,
+        timeouts: tuple[float, float] | None = None,
+        pin_autotune: bool = False,
+    ):
         self.subject, self.device = subject, device
         self.child = None
         if subject.foreign if isolated is None else isolated:
             limits = {} if timeouts is None else {"first_call": timeouts[0], "later_calls": timeouts[1]}
-            self.child = Child(subject.name, device, folder / "inflight", **limits)
+            self.child = Child(subject.name, device, folder / "inflight", pin_autotune=pin_autotune, **limits)
 
     def close(self) -> None:
         if self.child:

@@ -9,8 +9,17 @@ from harness.problem import Problem, simplified
 _FLAGS = ("v_first", "intermediates", "neg_eigval", "beta_sigmoid", "l2norm", "initial_state", "safe_gate")
 
 
-def shrink(problem: Problem, still_fails: Callable[[Problem], bool], seconds: float) -> Problem:
-    """The smallest problem found within `seconds`; deterministic apart from where the time runs out."""
+_COMPILE_KEY = ("heads", "group", "K", "V", "dtype", "gate_dtype", "chunk_size")
+
+
+def shrink(
+    problem: Problem, still_fails: Callable[[Problem], bool], seconds: float, keep_shape: bool = False
+) -> Problem:
+    """The smallest problem found within `seconds`; deterministic apart from where the time runs out.
+
+    With `keep_shape` what a kernel is compiled for stays as it is.
+    """
+    key = lambda p: tuple(getattr(p, name) for name in _COMPILE_KEY)  # noqa: E731
     deadline = time.monotonic() + seconds
     tried: set[Problem] = {problem}
     progress = True
@@ -19,7 +28,7 @@ def shrink(problem: Problem, still_fails: Callable[[Problem], bool], seconds: fl
         for candidate in _simpler(problem):
             if time.monotonic() >= deadline:
                 break
-            if candidate in tried:
+            if candidate in tried or (keep_shape and key(candidate) != key(problem)):
                 continue
             tried.add(candidate)
             if still_fails(candidate):

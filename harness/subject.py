@@ -245,6 +245,10 @@ def signature_subject(name: str, functions: Mapping[str, Callable], version: str
     return Subject(name, version, tuple(routes))
 
 
+def _no_tokens(problem: Problem) -> str | None:
+    return None if problem.batch[1] else "T = 0 is outside what its kernels are launched for"
+
+
 def fla_subject() -> Subject:
     """fla's public operators; its recurrent kernel has no backward pass."""
     try:
@@ -256,7 +260,7 @@ def fla_subject() -> Subject:
         "fla", {"chunk": chunk_kda, "recurrent": fused_recurrent_kda, "gate": fused_kda_gate}, _version("fla-core")
     )
     routes = tuple(
-        Route(r.id, r.entry, r.function, r.spec, r.lacks, differentiable=r.entry != "recurrent") for r in made.routes
+        Route(r.id, r.entry, r.function, r.spec, _and(r.lacks, _no_tokens), r.entry != "recurrent") for r in made.routes
     )
     return Subject("fla", made.version, routes)
 

@@ -72,19 +72,23 @@ class Call:
         _, _, _, HV, K, V = self.shape
         return (self.sequences, HV, V, K) if self.state_v_first else (self.sequences, HV, K, V)
 
-    def offsets(self) -> Tensor | None:
-        """cu_seqlens as kernels may trust it: int64, within [0, T], nondecreasing, whatever the device holds; no host sync."""
+    @property
+    def beta_range(self) -> float:
+        """What beta's sigmoid is multiplied by."""
+        return 2.0 if self.allow_neg_eigval else 1.0
+
+    def offsets(self) -> Tensor:
+        """First row of every sequence in the flattened batch, and the end: int64 `[N + 1]`, as kernels may trust it.
+
+        Packed: cu_seqlens made nondecreasing within [0, T], whatever the device holds; no host sync.
+        """
         if self.cu_seqlens is None:
-            return None
+            return torch.arange(self.sequences + 1, device=self.q.device) * self.q.shape[1]
         return self.cu_seqlens.long().clamp(0, self.q.shape[1]).cummax(0).values
 
     def chunk_offsets(self) -> Tensor:
         """Index of every sequence's first chunk, and the total: int64 `[N + 1]` on the device, without a host sync."""
-        offsets = self.offsets()
-        if offsets is None:
-            chunks = -(-self.q.shape[1] // self.chunk_size)
-            return torch.arange(self.sequences + 1, device=self.q.device) * chunks
-        chunks = (offsets.diff() + self.chunk_size - 1).div(self.chunk_size, rounding_mode="floor")
+        chunks = (self.offsets().diff() + self.chunk_size - 1).div(self.chunk_size, rounding_mode="floor")
         return torch.nn.functional.pad(chunks.cumsum(0), (1, 0))
 
     def chunk_bound(self) -> int:

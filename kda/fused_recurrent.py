@@ -59,23 +59,17 @@ def forward_tile(K: int, V: int) -> Tile:
 def backward_tile(K: int, V: int) -> Tile:
     """Wider tiles than the forward's, since every tile writes its own partial dq, dk and dg."""
     BK = max(8, triton.next_power_of_2(K))
-    return Tile(BK, min(32, max(8, triton.next_power_of_2(V))), 4 if BK > 64 else 2)
+    return Tile(BK, min(32, max(8, triton.next_power_of_2(V))), 2 if BK <= 64 else BK // 32)
 
 
 def _constants(call: Call, tile: Tile) -> dict[str, object]:
-    _, _, H, HV, K, V = call.shape
     return {
-        "H": H,
-        "HV": HV,
-        "K": K,
-        "V": V,
+        "interval": call.chunk_size,
         "BK": tile.BK,
         "BV": tile.BV,
-        "IS_VARLEN": call.cu_seqlens is not None,
         "GATE_IN_KERNEL": call.use_gate_in_kernel,
         "IS_BOUNDED": call.lower_bound is not None,
         "BETA_SIGMOID": call.use_beta_sigmoid_in_kernel,
-        "NEG_EIGVAL": call.allow_neg_eigval,
         "L2NORM": call.use_qk_l2norm_in_kernel,
         "V_FIRST": call.state_v_first,
         "num_warps": tile.num_warps,
@@ -90,7 +84,7 @@ def _allocate(call: Call, shape: tuple[int, ...] | torch.Size, dtype: torch.dtyp
 
 def _recurrent_forward(call: Call, keep_states: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """o, the final state if asked for, and the states before every `chunk_size`-th token (upper-bound number of slots)."""
-    B, T, _, HV, K, V = call.shape
+    _, _, H, HV, K, V = call.shape
     o = _allocate(call, call.v.shape, call.q.dtype)
     new_state = lambda n: torch.empty(n, *call.state_shape[1:], dtype=torch.float32, device=call.q.device)  # noqa: E731
     ht = new_state(call.sequences) if call.output_final_state else None
@@ -115,8 +109,11 @@ def _recurrent_forward(call: Call, keep_states: bool) -> tuple[Tensor, Tensor | 
             call.chunk_offsets() if keep_states else None,
             call.scale,
             call.lower_bound or 0.0,
-            T,
-            call.chunk_size,
+            call.beta_range,
+            H,
+            HV,
+            K,
+            V,
             **_constants(call, tile),
         )
     return o, ht, h
@@ -132,10 +129,10 @@ def _sum_heads(call: Call, partial: Tensor, x: Tensor | None, out: Tensor, group
             partial,
             out,
             B * T,
-            H=H,
-            G=group,
-            K=K,
-            NV=partial.shape[0],
+            H,
+            group,
+            K,
+            partial.shape[0],
             BT=SUM_TOKENS,
             BK=triton.next_power_of_2(K),
             L2NORM=x is not None,
@@ -148,7 +145,7 @@ def _beta_gradient(call: Call, dbeta: Tensor) -> Tensor:
     """Through beta's sigmoid if it is in the kernel; sigmoid'(x) = e^-|x| / (1 + e^-|x|)^2 does not cancel."""
     if call.use_beta_sigmoid_in_kernel:
         e = torch.exp(-call.beta.float().abs())
-        dbeta = dbeta * (e / (1 + e).square()) * (2.0 if call.allow_neg_eigval else 1.0)
+        dbeta = dbeta * (e / (1 + e).square()) * call.beta_range
     return dbeta.to(call.beta.dtype)
 
 
@@ -188,10 +185,13 @@ def _recurrent_backward(call: Call, h: Tensor, do: Tensor, dht: Tensor | None) -
             call.chunk_offsets(),
             call.scale,
             call.lower_bound or 0.0,
-            T,
+            call.beta_range,
             B * T,
             tiles,
-            call.chunk_size,
+            H,
+            HV,
+            K,
+            V,
             **_constants(call, tile),
         )
     normalised = call.use_qk_l2norm_in_kernel

@@ -79,7 +79,7 @@ def bounded_gate_adjoint(b_dg, b_z, b_A, lower_bound):
     return b_dz, b_dA
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "HV"])
 def kda_gate_fwd_kernel(
     g,
     A_log,
@@ -87,8 +87,8 @@ def kda_gate_fwd_kernel(
     y,
     lower_bound,
     num_tokens,
-    HV: tl.constexpr,
-    K: tl.constexpr,
+    HV,
+    K,
     BT: tl.constexpr,
     BK: tl.constexpr,
     HAS_A: tl.constexpr,
@@ -109,7 +109,7 @@ def kda_gate_fwd_kernel(
     tl.store(y + o_g, b_y.to(y.dtype.element_ty), mask=m)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "HV"])
 def kda_gate_bwd_kernel(
     g,
     A_log,
@@ -120,8 +120,8 @@ def kda_gate_bwd_kernel(
     dbias_partial,
     lower_bound,
     num_tokens,
-    HV: tl.constexpr,
-    K: tl.constexpr,
+    HV,
+    K,
     BT: tl.constexpr,
     BK: tl.constexpr,
     HAS_A: tl.constexpr,
@@ -176,8 +176,6 @@ def dense(x: torch.Tensor | None) -> torch.Tensor | None:
 def _geometry(g: torch.Tensor, A_log, dt_bias, lower_bound) -> tuple[tuple[int], dict]:
     B, T, HV, K = g.shape
     constants = {
-        "HV": HV,
-        "K": K,
         "BT": BLOCK_TOKENS,
         "BK": triton.next_power_of_2(K),
         "HAS_A": A_log is not None,
@@ -195,7 +193,7 @@ def gate_forward(g, A_log, dt_bias, lower_bound, output_dtype, route: str = "gat
     if g.numel():
         grid, constants = _geometry(g, A_log, dt_bias, lower_bound)
         record.note(route, "kda_gate_fwd_kernel", BT=BLOCK_TOKENS, BK=constants["BK"])
-        kda_gate_fwd_kernel[grid](g, A_log, dt_bias, y, lower_bound or 0.0, g.shape[0] * g.shape[1], **constants)
+        kda_gate_fwd_kernel[grid](g, A_log, dt_bias, y, lower_bound or 0.0, g.shape[0] * g.shape[1], *g.shape[2:], **constants)
     return y
 
 
@@ -211,7 +209,7 @@ def gate_backward(g, A_log, dt_bias, lower_bound, dy, route: str = "gate"):
         grid, constants = _geometry(g, A_log, dt_bias, lower_bound)
         record.note(route, "kda_gate_bwd_kernel", BT=BLOCK_TOKENS, BK=constants["BK"])
         kda_gate_bwd_kernel[grid](
-            g, A_log, dt_bias, dy, dg, dA, dbias, lower_bound or 0.0, B * T, **constants
+            g, A_log, dt_bias, dy, dg, dA, dbias, lower_bound or 0.0, B * T, HV, K, **constants
         )
     if A_log is not None:
         scaled, plain = dA.sum(0).unbind(-1)

@@ -10,18 +10,6 @@ L2NORM_EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
-def sequence_bounds(cu_seqlens, i_n, T, IS_VARLEN: tl.constexpr):
-    """First row and length of sequence i_n."""
-    if IS_VARLEN:
-        i_bos = tl.load(cu_seqlens + i_n).to(tl.int64)
-        length = tl.load(cu_seqlens + i_n + 1).to(tl.int64) - i_bos
-    else:
-        i_bos = i_n * T
-        length = i_bos * 0 + T
-    return i_bos, length
-
-
-@triton.jit
 def load_qk(p_x, m_k, L2NORM: tl.constexpr):
     """A row of q or k, x / sqrt(sum x^2 + 1e-6) if normalised."""
     b_x = tl.load(p_x, mask=m_k, other=0.0).to(tl.float32)
@@ -40,13 +28,11 @@ def load_decay(p_g, b_bias, b_A, lower_bound, m_k, GATE_IN_KERNEL: tl.constexpr,
 
 
 @triton.jit
-def load_beta(p_beta, BETA_SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr):
-    """beta, sigmoid(beta) or 2 sigmoid(beta)."""
+def load_beta(p_beta, beta_range, BETA_SIGMOID: tl.constexpr):
+    """beta, or beta_range sigmoid(beta)."""
     b_beta = tl.load(p_beta).to(tl.float32)
     if BETA_SIGMOID:
-        b_beta = sigmoid(b_beta)
-        if NEG_EIGVAL:
-            b_beta = 2.0 * b_beta
+        b_beta = beta_range * sigmoid(b_beta)
     return b_beta
 
 
@@ -56,7 +42,7 @@ def decay_state(b_S, b_a):
     return tl.where(b_a[:, None] == 0.0, 0.0, b_a[:, None] * b_S)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["H", "HV"])
 def kda_recurrent_fwd_kernel(
     q,
     k,
@@ -73,19 +59,17 @@ def kda_recurrent_fwd_kernel(
     h_offsets,
     scale,
     lower_bound,
-    T,
+    beta_range,
+    H,
+    HV,
+    K,
+    V,
     interval: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     GATE_IN_KERNEL: tl.constexpr,
     IS_BOUNDED: tl.constexpr,
     BETA_SIGMOID: tl.constexpr,
-    NEG_EIGVAL: tl.constexpr,
     L2NORM: tl.constexpr,
     V_FIRST: tl.constexpr,
 ):
@@ -94,13 +78,14 @@ def kda_recurrent_fwd_kernel(
     One program per (sequence, value head, BV columns of V). h0, ht and h may be None; h `[slots, HV, K, V]` receives the state before
     every `interval`-th token, sequence i_n from slot h_offsets[i_n] on.
     """
-    NV: tl.constexpr = (V + BV - 1) // BV
+    NV = tl.cdiv(V, BV)
     i_p = tl.program_id(0).to(tl.int64)
     i_v = i_p % NV
     i_hv = (i_p // NV) % HV
     i_n = i_p // (NV * HV)
     i_h = i_hv // (HV // H)
-    i_bos, length = sequence_bounds(cu_seqlens, i_n, T, IS_VARLEN)
+    i_bos = tl.load(cu_seqlens + i_n)
+    length = tl.load(cu_seqlens + i_n + 1) - i_bos
 
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -138,7 +123,7 @@ def kda_recurrent_fwd_kernel(
         b_q = load_qk(p_q, m_k, L2NORM) * scale
         b_k = load_qk(p_k, m_k, L2NORM)
         b_v = tl.load(p_v, mask=m_v, other=0.0).to(tl.float32)
-        b_beta = load_beta(p_beta, BETA_SIGMOID, NEG_EIGVAL)
+        b_beta = load_beta(p_beta, beta_range, BETA_SIGMOID)
         b_a = load_decay(p_g, b_bias, b_A, lower_bound, m_k, GATE_IN_KERNEL, IS_BOUNDED)
         b_S = decay_state(b_S, b_a)
         b_u = b_beta * (b_v - tl.sum(b_S * b_k[:, None], axis=0))
@@ -155,7 +140,7 @@ def kda_recurrent_fwd_kernel(
         tl.store(ht + (i_n * HV + i_hv) * K * V + o_S, b_S, mask=m_S)
 
 
-@triton.jit(do_not_specialize=["T", "rows", "tiles"])
+@triton.jit(do_not_specialize=["rows", "tiles", "H", "HV"])
 def kda_recurrent_bwd_kernel(
     q,
     k,
@@ -178,21 +163,19 @@ def kda_recurrent_bwd_kernel(
     h_offsets,
     scale,
     lower_bound,
-    T,
+    beta_range,
     rows,
     tiles,
+    H,
+    HV,
+    K,
+    V,
     interval: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     GATE_IN_KERNEL: tl.constexpr,
     IS_BOUNDED: tl.constexpr,
     BETA_SIGMOID: tl.constexpr,
-    NEG_EIGVAL: tl.constexpr,
     L2NORM: tl.constexpr,
     V_FIRST: tl.constexpr,
 ):
@@ -205,14 +188,15 @@ def kda_recurrent_bwd_kernel(
     BK, BV]. dq, dk, dg `[NV, rows, HV, K]` and dbeta `[NV, rows, HV]` are sums over one
     tile's BV columns only; dq and dk are per value head and with respect to the normalised rows.
     """
-    NV: tl.constexpr = (V + BV - 1) // BV
+    NV = tl.cdiv(V, BV)
     for i_tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         i_p = tl.cast(i_tile, tl.int64)
         i_v = i_p % NV
         i_hv = (i_p // NV) % HV
         i_n = i_p // (NV * HV)
         i_h = i_hv // (HV // H)
-        i_bos, length = sequence_bounds(cu_seqlens, i_n, T, IS_VARLEN)
+        i_bos = tl.load(cu_seqlens + i_n)
+        length = tl.load(cu_seqlens + i_n + 1) - i_bos
 
         o_k = tl.arange(0, BK)
         o_c = tl.arange(0, BV)
@@ -246,7 +230,7 @@ def kda_recurrent_bwd_kernel(
                 i_r = i_row + i_t
                 b_k = load_qk(k + (i_r * H + i_h) * K + o_k, m_k, L2NORM)
                 b_v = tl.load(v + (i_r * HV + i_hv) * V + o_v, mask=m_v, other=0.0).to(tl.float32)
-                b_beta = load_beta(beta + i_r * HV + i_hv, BETA_SIGMOID, NEG_EIGVAL)
+                b_beta = load_beta(beta + i_r * HV + i_hv, beta_range, BETA_SIGMOID)
                 b_a = load_decay(
                     g + (i_r * HV + i_hv) * K + o_k, b_bias, b_A, lower_bound, m_k, GATE_IN_KERNEL, IS_BOUNDED
                 )
@@ -264,7 +248,7 @@ def kda_recurrent_bwd_kernel(
                 b_k = load_qk(k + (i_r * H + i_h) * K + o_k, m_k, L2NORM)
                 b_v = tl.load(v + i_rv * V + o_v, mask=m_v, other=0.0).to(tl.float32)
                 b_do = tl.load(do + i_rv * V + o_v, mask=m_v, other=0.0).to(tl.float32)
-                b_beta = load_beta(beta + i_rv, BETA_SIGMOID, NEG_EIGVAL)
+                b_beta = load_beta(beta + i_rv, beta_range, BETA_SIGMOID)
                 b_a = load_decay(g + i_rv * K + o_k, b_bias, b_A, lower_bound, m_k, GATE_IN_KERNEL, IS_BOUNDED)
                 b_r = b_v - tl.sum(b_S * b_k[:, None], axis=0)
                 b_u = b_beta * b_r
@@ -286,16 +270,16 @@ def kda_recurrent_bwd_kernel(
             tl.store(dh0 + (i_n * HV + i_hv) * K * V + o_S, b_dS, mask=m_S)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "H", "G", "NV"])
 def kda_sum_heads_kernel(
     x,
     partial,
     dx,
     rows,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    NV: tl.constexpr,
+    H,
+    G,
+    K,
+    NV,
     BT: tl.constexpr,
     BK: tl.constexpr,
     L2NORM: tl.constexpr,
@@ -309,7 +293,7 @@ def kda_sum_heads_kernel(
     o_k = tl.arange(0, BK)
     m = (o_t < rows)[:, None] & (o_k < K)[None, :]
     b_dy = tl.zeros([BT, BK], tl.float32)
-    for i_v in tl.static_range(NV):
+    for i_v in range(0, NV):
         for i_g in range(0, G):
             o_p = ((i_v * rows + o_t[:, None]) * (H * G) + i_h * G + i_g) * K + o_k[None, :]
             b_dy += tl.load(partial + o_p, mask=m, other=0.0)

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 import triton.language as tl
 import triton.runtime.interpreter as stock
-from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _ir
 
+from harness import autotune
 from harness.interpreter import sanitizer, schedule
 from harness.interpreter.bfloat16 import decode, encode, handle_of, holds_bf16, values_of
 
@@ -31,7 +31,7 @@ def install() -> None:
     _repair_dot()
     _repair_reductions()
     _repair_indexing()
-    _repair_autotune()
+    autotune.pin()  # there is no driver to time with
     _repair_libdevice()
     _patch_language_once()
     sanitizer.hook()
@@ -185,24 +185,6 @@ def _repair_indexing() -> None:
         return known[name]
 
     stock._get_np_dtype = get_np_dtype
-
-
-def _repair_autotune() -> None:
-    """There is no driver to time with: the first configuration that survives pruning runs."""
-
-    def run(self, *args, **kwargs):
-        self.nargs = dict(zip(self.arg_names, args))
-        configs = self.configs
-        if self.early_config_prune:
-            configs = self.early_config_prune(self.configs, self.nargs, **kwargs) or self.configs
-        self.best_config = config = configs[0]
-        if config.pre_hook is not None:
-            config.pre_hook({**self.nargs, **kwargs, **config.all_kwargs()})
-        result = self.fn.run(*args, **{**kwargs, **config.all_kwargs()})
-        self.nargs = None
-        return result
-
-    Autotuner.run = run
 
 
 def _repair_libdevice() -> None:

@@ -107,7 +107,7 @@ def _prepared(call: Call) -> tuple[Tensor, ...]:
     g = _activate(call.g, call.A_log, call.dt_bias, call.lower_bound) if call.use_gate_in_kernel else _working(call.g)
     beta = _working(call.beta)
     if call.use_beta_sigmoid_in_kernel:
-        beta = torch.sigmoid(beta) * (2.0 if call.allow_neg_eigval else 1.0)
+        beta = torch.sigmoid(beta) * call.beta_range
     return q * call.scale, k, _working(call.v), g, beta
 
 

@@ -1,4 +1,4 @@
-"""Authority on rounding: grids agree with hardware casts everywhere, and a replica rounds as a function of the value."""
+"""Authority on rounding: grids agree with hardware casts, and a replica rounds as a function of the value."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Authority on the chunkwise algorithm: exact, it is the recurrence; its stages are what they say; its formats count."""
+"""Authority on the chunkwise algorithm: exact, it is the recurrence; stages are what they say; formats count."""
 
 import math
 
@@ -64,6 +64,8 @@ def test_exact_neumann_is_the_inverse():
 )
 def test_every_option_goes_through_the_same_packing_and_gates(case, options):
     x = problem(**case)
+    if options.state_v_first:
+        x |= {name: x[name].mT.contiguous() for name in ("initial_state", "dht")}
     assert_same(evaluate_chunk(x, options, chunk=16), evaluate(x, options))
 
 
@@ -127,14 +129,15 @@ def test_stages_are_what_they_say():
     assert_same({"o": got["o"][0].transpose(0, 1)[None], "ht": got["state"]}, {"o": whole["o"], "ht": whole["ht"]})
 
 
-@pytest.mark.parametrize("stage, lowered", [(s, f) for s in FP32 for f in ("bf16", "tf32", "fp16")], ids="-".join)
-def test_a_lower_format_of_a_stage_widens_the_envelope(stage, lowered):
-    x, sigma = problem(96, K=16, V=16), {}
+@pytest.mark.parametrize("stage", FP32)
+def test_the_envelope_widens_with_every_bit_that_a_stage_gives_up(stage):
+    x, sigma = problem(96, K=16, V=16), []
     exact = evaluate(x, Options())
-    for name, formats in (("fp32", FP32), (lowered, FP32 | {stage: lowered})):
-        replicas = evaluate_chunk(x, Options(), rounding=RandomGrids(8, 1), formats=formats, chunk=32)
-        sigma[name] = {n: float((replicas[n] - exact[n]).square().mean().sqrt()) for n in ("o", "dk", "dg")}
-    assert all(sigma[lowered][name] > 20 * sigma["fp32"][name] for name in ("o", "dk", "dg"))
+    for fmt in ("fp32", "fp16", "tf32", "bf16"):
+        replicas = evaluate_chunk(x, Options(), rounding=RandomGrids(8, 1), formats=FP32 | {stage: fmt}, chunk=32)
+        sigma.append({n: float((replicas[n] - exact[n]).square().mean().sqrt()) for n in ("o", "dk", "dg")})
+    for finer, coarser in zip(sigma, sigma[1:]):
+        assert all(coarser[name] > 1.5 * finer[name] for name in finer), sigma
 
 
 def test_a_half_precision_series_is_worse_than_substitution():
