@@ -20,6 +20,7 @@ __all__ = ["SEVERITY", "Census", "Verdict", "Wrong", "judge", "worst"]
 
 STATE_STEPS = {"cpu": 4e9, "cuda": 2e10}  # replicas x tokens x heads x K x V that are judged; see NOTE [Heads judged]
 PART_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}  # replicas x tokens x heads x width of one part: bounds memory
+CHUNK_WEIGHT = 8  # an element of the chunkwise algorithm, whose autograd keeps pairwise decays: measured 1.3 kB
 
 
 def judge(
@@ -122,10 +123,11 @@ class _Case:
         return replace(verdict, klass="BUG", ratio=math.inf, statistic="tail", message=message)
 
     def _cost(self, replicas: int) -> tuple[float, float]:
-        """(state steps, elements of the largest tensor) of one query head."""
+        """(state steps, weighted elements of a tensor) of one query head."""
         x, tokens = self.inputs, replicas * sum(self.call.layout.lengths) * self.call.heads.group
         K, V = self.call.heads.K, 1 if self.call.entry == "gate" else x["v"].shape[-1]
-        return max(1.0, float(tokens * K * V)), max(1.0, float(tokens * max(K, V)))
+        width = max(K, V) * (CHUNK_WEIGHT if self.call.spec.algorithm == "chunk" else 1)
+        return max(1.0, float(tokens * K * V)), max(1.0, float(tokens * width))
 
     def _budget(self, budgets: Mapping[str, float]) -> float:
         return budgets["cuda" if self.inputs["g"].is_cuda else "cpu"]

@@ -1,8 +1,7 @@
 """Authority on what a legal call is: one place, one wording, and every refusal before any kernel runs."""
 
-import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import torch
@@ -12,6 +11,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OFFSET_DTYPES = (torch.int32, torch.int64)
 MAX_HEAD_DIM = 256
 SAFE_BOUND = -5.0
+FP32_MAX = torch.finfo(torch.float32).max
 
 
 def refuse(name: str, got: object, must: str, error: type[Exception] = ValueError) -> NoReturn:
@@ -26,7 +26,7 @@ def default_scale(q: Tensor, scale: float | None) -> float:
     return 1.0 if scale is None else scale
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """One validated call of the operator; every route is handed exactly this.
 
@@ -105,7 +105,7 @@ class Call:
         return sum(-(-length // self.chunk_size) for length in offsets.diff().tolist())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GateCall:
     """One validated call of the gate: g `[B, T, HV, K]`, A_log `[HV]`, dt_bias `[HV * K]`."""
 
@@ -119,26 +119,38 @@ class GateCall:
 
 
 def validate(call: Call) -> Call:
-    """Refuse anything that is not in the contract; returns the call itself."""
+    """Refuse anything that is not in the contract; returns the call, its numbers as floats."""
     _check_tensors(call)
     _check_flags(call)
     _check_bound(call)
     _check_gate_parameters(call.use_gate_in_kernel, call.lower_bound, call.A_log, call.dt_bias, call.g)
     _check_offsets(call)
     _check_state(call)
-    if os.environ.get("KDA_VALIDATE") == "1":
+    if _values_wanted():
         _check_values(call)
-    return call
+    return replace(call, scale=float(call.scale), lower_bound=_as_float(call.lower_bound))
 
 
 def validate_gate(call: GateCall) -> GateCall:
-    """The contract of `fused_kda_gate`; returns the call itself."""
+    """The contract of `fused_kda_gate`; returns the call, its numbers as floats."""
     _check_tensor("g", call.g, "[B, T, HV, K]", 4, None, FLOAT_DTYPES, call.g)
     _check_lower_bound(call.lower_bound)
     _check_gate_parameters(True, call.lower_bound, call.A_log, call.dt_bias, call.g)
     if call.output_dtype not in _allowed(FLOAT_DTYPES, call.g):
         refuse("output_dtype", call.output_dtype, f"one of {_names(FLOAT_DTYPES)}", TypeError)
-    return call
+    if _values_wanted():
+        for name in ("g", "A_log", "dt_bias"):
+            _check_finite(name, getattr(call, name))
+    return replace(call, lower_bound=_as_float(call.lower_bound))
+
+
+def _values_wanted() -> bool:
+    """KDA_VALIDATE=1 asks for checks that read the data, and so wait for the device."""
+    return os.environ.get("KDA_VALIDATE") == "1"
+
+
+def _as_float(x: float | None) -> float | None:
+    return None if x is None else float(x)
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -180,8 +192,10 @@ def _check_tensors(call: Call) -> None:
         refuse("v.shape", list(call.v.shape), f"[B, T, HV, V] with HV a multiple of H = {H}")
     _check_tensor("g", call.g, "[B, T, HV, K]", 4, (B, T, HV, K), FLOAT_DTYPES, q)
     _check_tensor("beta", call.beta, "[B, T, HV]", 3, (B, T, HV), FLOAT_DTYPES, q)
-    if isinstance(call.scale, bool) or not isinstance(call.scale, (int, float)) or not math.isfinite(call.scale):
+    if isinstance(call.scale, bool) or not isinstance(call.scale, (int, float)):
         refuse("scale", repr(call.scale), "a finite number, or None for K^-1/2", TypeError)
+    if not abs(call.scale) <= FP32_MAX:
+        refuse("scale", repr(call.scale), "a number that is finite in fp32, or None for K^-1/2")
 
 
 def _check_flags(call: Call) -> None:
@@ -209,8 +223,8 @@ def _check_lower_bound(bound: object) -> None:
         return
     if isinstance(bound, bool) or not isinstance(bound, (int, float)):
         refuse("lower_bound", repr(bound), "a number below 0, or None", TypeError)
-    if not (math.isfinite(bound) and bound < 0):
-        refuse("lower_bound", repr(bound), "a finite number below 0")
+    if not -FP32_MAX <= bound < 0:
+        refuse("lower_bound", repr(bound), "below 0 and finite in fp32")
 
 
 def _check_bound(call: Call) -> None:
@@ -252,19 +266,35 @@ def _check_offsets(call: Call) -> None:
         refuse("cu_seqlens.device", cu.device, f"{call.q.device}, as the other tensors")
     if call.q.shape[0] != 1:
         refuse("q.shape", list(call.q.shape), "[1, T, H, K] when cu_seqlens packs the batch")
-    if cpu is not None and (not isinstance(cpu, Tensor) or cpu.device.type != "cpu" or cpu.shape != cu.shape):
-        refuse("cu_seqlens_cpu", "something else", f"a copy of cu_seqlens [{cu.numel()}] on the CPU")
+    if cpu is not None:
+        _check_offsets_copy(cpu, cu)
     # On a GPU the offsets are read only if that costs no wait; kernels clamp them to [0, T] in any case.
-    readable = cpu if cpu is not None else cu
-    if readable.device.type == "cpu" or os.environ.get("KDA_VALIDATE") == "1":
-        offsets = readable.tolist()
-        if offsets[0] != 0:
-            refuse("cu_seqlens[0]", offsets[0], "0")
-        for i, (a, b) in enumerate(zip(offsets, offsets[1:])):
-            if b < a:
-                refuse(f"cu_seqlens[{i + 1}]", b, f"at least cu_seqlens[{i}] = {a}")
-        if offsets[-1] > call.q.shape[1]:
-            refuse("cu_seqlens[-1]", offsets[-1], f"at most T = {call.q.shape[1]}")
+    for name, offsets in (("cu_seqlens", cu), ("cu_seqlens_cpu", cpu)):
+        if offsets is not None and (offsets.device.type == "cpu" or _values_wanted()):
+            _check_offset_values(name, offsets.tolist(), call.q.shape[1])
+    if cpu is not None and (cu.device.type == "cpu" or _values_wanted()) and cu.tolist() != cpu.tolist():
+        refuse("cu_seqlens_cpu", cpu.tolist(), f"a copy of cu_seqlens = {cu.tolist()}")
+
+
+def _check_offsets_copy(cpu: object, cu: Tensor) -> None:
+    if not isinstance(cpu, Tensor):
+        refuse("cu_seqlens_cpu", type(cpu).__name__, "a tensor [N + 1]", TypeError)
+    if cpu.dtype not in OFFSET_DTYPES:
+        refuse("cu_seqlens_cpu.dtype", _names((cpu.dtype,)), "int32 or int64", TypeError)
+    if cpu.device.type != "cpu":
+        refuse("cu_seqlens_cpu.device", cpu.device, "cpu")
+    if cpu.shape != cu.shape:
+        refuse("cu_seqlens_cpu.shape", list(cpu.shape), f"that of cu_seqlens, {list(cu.shape)}")
+
+
+def _check_offset_values(name: str, offsets: list[int], tokens: int) -> None:
+    if offsets[0] != 0:
+        refuse(f"{name}[0]", offsets[0], "0")
+    for i, (a, b) in enumerate(zip(offsets, offsets[1:])):
+        if b < a:
+            refuse(f"{name}[{i + 1}]", b, f"at least {name}[{i}] = {a}")
+    if offsets[-1] > tokens:
+        refuse(f"{name}[-1]", offsets[-1], f"at most T = {tokens}")
 
 
 def _check_state(call: Call) -> None:
@@ -277,20 +307,26 @@ def _first(mask: Tensor) -> list[int]:
     return mask.nonzero()[0].tolist()
 
 
+def _check_finite(name: str, x: Tensor | None) -> None:
+    if x is not None and not bool(torch.isfinite(x).all()):
+        at = _first(~torch.isfinite(x))
+        refuse(f"{name}{at}", x[tuple(at)].item(), "finite")
+
+
 def _check_values(call: Call) -> None:
-    """What only reading the data can show; asked for with KDA_VALIDATE=1, since it waits for the device."""
-    for name in ("q", "k", "v", "beta", "A_log", "dt_bias", "initial_state"):
-        x = getattr(call, name)
-        if x is not None and not bool(torch.isfinite(x).all()):
-            at = _first(~torch.isfinite(x))
-            refuse(f"{name}{at}", x[tuple(at)].item(), "finite")
-    g = call.g
+    """What only reading the data can show; rows of no sequence hold anything, and are not read."""
+    tokens = call.q.shape[1] if call.cu_seqlens is None else int(call.cu_seqlens[-1])
+    for name in ("q", "k", "v", "beta"):
+        _check_finite(name, getattr(call, name)[:, :tokens])
+    for name in ("A_log", "dt_bias", "initial_state"):
+        _check_finite(name, getattr(call, name))
+    g = call.g[:, :tokens]
     if call.use_gate_in_kernel:
-        wrong, must = ~torch.isfinite(g), "finite"
-    elif call.safe_gate:
+        _check_finite("g", g)
+        return
+    wrong, must = ~(g <= 0), "a log decay <= 0"
+    if call.safe_gate:
         wrong, must = ~((g <= 0) & (g >= SAFE_BOUND)), f"in [{SAFE_BOUND:g}, 0] when safe_gate is True"
-    else:
-        wrong, must = ~(g <= 0), "a log decay <= 0"
     if bool(wrong.any()):
         at = _first(wrong)
         refuse(f"g{at}", g[tuple(at)].item(), must)

@@ -218,17 +218,17 @@ class _RecurrentFunction(torch.autograd.Function):
     """Keeps the inputs and a state every `chunk_size` tokens; everything else is recomputed."""
 
     @staticmethod
-    def forward(ctx, call: Call, *tensors: Tensor | None):
-        training = any(ctx.needs_input_grad)
+    def forward(ctx, call: Call, training: bool, *tensors: Tensor | None):
         o, ht, h = _recurrent_forward(call, training or call.return_intermediate_states)
         ctx.set_materialize_grads(False)
         if training:
             ctx.save_for_backward(*tensors, call.cu_seqlens, h)
-            ctx.call = call
+            ctx.call = replace_tensors(call, dict.fromkeys((*DIFFERENTIABLE, "cu_seqlens")))
         if not call.return_intermediate_states:
             h = None
         else:
-            h = h[: call.chunk_count()].unflatten(0, (call.q.shape[0], -1))
+            chunks, batch = call.chunk_count(), call.q.shape[0]
+            h = h[:chunks].unflatten(0, (batch, chunks // max(batch, 1)))
             ctx.mark_non_differentiable(h)
         return o, ht, h
 
@@ -239,15 +239,16 @@ class _RecurrentFunction(torch.autograd.Function):
         call = replace_tensors(ctx.call, dict(zip(DIFFERENTIABLE, tensors), cu_seqlens=cu_seqlens))
         do = torch.zeros_like(call.v) if do is None else do
         gradients = _recurrent_backward(call, h, dense(do), dense(dht))
-        wanted = zip(DIFFERENTIABLE, ctx.needs_input_grad[1:])
-        return None, *(gradients[name] if needed else None for name, needed in wanted)
+        wanted = zip(DIFFERENTIABLE, ctx.needs_input_grad[2:])
+        return None, None, *(gradients[name] if needed else None for name, needed in wanted)
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(o, final state or None, intermediate states or None) of a validated call."""
     tensors = [dense(getattr(call, name)) for name in DIFFERENTIABLE]
     call = replace_tensors(call, dict(zip(DIFFERENTIABLE, (None if x is None else x.detach() for x in tensors))))
-    return _RecurrentFunction.apply(call, *tensors)
+    training = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return _RecurrentFunction.apply(call, training, *tensors)
 
 
 def replace_tensors(call: Call, tensors: dict[str, Tensor | None]) -> Call:
@@ -304,18 +305,12 @@ def fused_recurrent_kda(
     return registry.dispatch(contract.validate(call))[:2]
 
 
-def _verify(call: Call) -> str | None:
-    if call.q.dtype == torch.float64:
-        return "computes in fp32, not float64"
-    return registry.needs_kernels(call.q.device)
-
-
 registry.register(
     registry.Route(
         id=ROUTE,
         entries=frozenset({"recurrent", "chunk"}),
         summary="token by token in Triton, forward and backward, every option",
-        verify=_verify,
+        verify=lambda call: registry.needs_kernels(*(getattr(call, name) for name in DIFFERENTIABLE)),
         run=run,
         precision=PRECISION,
     )

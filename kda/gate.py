@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 
 from kda import contract, record, registry
 from kda.fp32_math import exp, log1p_exp_neg, sigmoid
@@ -141,7 +142,7 @@ def kda_gate_bwd_kernel(
     b_dy = tl.load(dy + o_g, mask=m, other=0.0).to(tl.float32)
     if IS_BOUNDED:
         b_dz, b_plain = bounded_gate_adjoint(b_dy, b_z, b_A, lower_bound)
-        b_scaled = b_plain * 0.0
+        b_scaled = tl.zeros_like(b_plain)
     else:
         b_dz, b_scaled, b_plain = softplus_gate_adjoint(b_dy, b_z, b_A)
     tl.store(dg + o_g, b_dz.to(dg.dtype.element_ty), mask=m)
@@ -163,6 +164,7 @@ class _GateFunction(torch.autograd.Function):
         return gate_forward(g, A_log, dt_bias, lower_bound, output_dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         g, A_log, dt_bias = ctx.saved_tensors
         return (*gate_backward(g, A_log, dt_bias, ctx.lower_bound, dy), None, None)
@@ -236,9 +238,9 @@ def fused_kda_gate(
 
 
 def _verify(call: contract.GateCall) -> str | None:
-    if torch.float64 in (call.g.dtype, call.output_dtype):
+    if call.output_dtype == torch.float64:
         return "computes in fp32, not float64"
-    return registry.needs_kernels(call.g.device)
+    return registry.needs_kernels(call.g, call.A_log, call.dt_bias)
 
 
 registry.register(

@@ -289,6 +289,7 @@ def kda_sum_heads_kernel(
     dx = (dy - y (y . dy)) / n with n = sqrt(sum x^2 + 1e-6), y = x / n.
     """
     i_h = tl.program_id(0) % H
+    rows = tl.cast(rows, tl.int64)
     o_t = (tl.program_id(0) // H).to(tl.int64) * BT + tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     m = (o_t < rows)[:, None] & (o_k < K)[None, :]

@@ -88,7 +88,8 @@ def forbid_routes(*route_ids: str) -> Iterator[None]:
         del _forbidden[len(_forbidden) - len(route_ids) :]
 
 
-def _forced_route() -> str | None:
+def forced_route() -> str | None:
+    """The route that a block or KDA_FORCE_ROUTE forces now, or None."""
     if _forced:
         return _forced[-1]
     name = os.environ.get("KDA_FORCE_ROUTE")
@@ -100,8 +101,12 @@ def _forbidden_routes() -> set[str]:
     return set(_forbidden) | {_known(name, "KDA_FORBID_ROUTES") for name in named}
 
 
-def needs_kernels(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on tensors of this device, or None."""
+def needs_kernels(*tensors: torch.Tensor | None) -> str | None:
+    """Why Triton kernels, which compute in fp32, cannot take these tensors of one device, or None."""
+    present = [x for x in tensors if x is not None]
+    if any(x.dtype == torch.float64 for x in present):
+        return "computes in fp32, not float64"
+    device = present[0].device
     if device.type == "cuda" or (device.type == "cpu" and INTERPRETED):
         return None
     return f"Triton kernels need GPU tensors (these are on {device}), or TRITON_INTERPRET=1 set before kda is imported"
@@ -109,7 +114,7 @@ def needs_kernels(device: torch.device) -> str | None:
 
 def choose(call: AnyCall) -> Explanation:
     """Ask the routes in order."""
-    forced, forbidden, reasons = _forced_route(), _forbidden_routes(), []
+    forced, forbidden, reasons = forced_route(), _forbidden_routes(), []
     if forced and call.entry not in _registry[forced].entries:
         forced = None
     for route in routes():
@@ -151,4 +156,5 @@ def dispatch(call: AnyCall):
         raise Explained(explanation)
     if explanation.route is None:
         raise ValueError(f"no route takes this call\n{explanation}")
-    return _registry[explanation.route].run(call)
+    with torch.cuda.device_of(call.g):  # Triton launches on the current device; no effect on CPU tensors
+        return _registry[explanation.route].run(call)

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kda import record, registry
 from kda.contract import Call, GateCall
@@ -32,6 +33,7 @@ class _Decay(torch.autograd.Function):
         return decayed
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         a, decayed = ctx.saved_tensors
         return (grad * decayed).sum(-1), torch.where(a == 0, 0.0, a * grad)
@@ -50,6 +52,7 @@ class _SoftplusGate(torch.autograd.Function):
         return -torch.where(z < LARGE_NEGATIVE, torch.exp(A + z), torch.exp(A) * _softplus(z))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         z, A = ctx.saved_tensors
         far, near = torch.exp(A + z), torch.exp(A)
@@ -72,6 +75,7 @@ class _BoundedGate(torch.autograd.Function):
         return lower_bound * torch.sigmoid(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         z, A = ctx.saved_tensors
         x = torch.exp(A) * z
@@ -140,28 +144,35 @@ def run(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
         o, final, starts = _sequence(*tensors, states, chunk)
         h = torch.stack(starts, 1) if starts else None
     else:
-        offsets = call.cu_seqlens.tolist()
+        offsets = call.offsets().tolist()
         parts = [
             _sequence(*(x[:, a:b] for x in tensors), states[n : n + 1], chunk)
             for n, (a, b) in enumerate(zip(offsets, offsets[1:]))
         ]
-        o = F.pad(torch.cat([part[0] for part in parts], 1), (0, 0, 0, 0, 0, T - offsets[-1])) if parts else tensors[2] * 0
-        final = torch.cat([part[1] for part in parts]) if parts else states
+        o = torch.cat([tensors[2][:, :0], *(part[0] for part in parts)], 1)
+        o = F.pad(o, (0, 0, 0, 0, offsets[0], T - offsets[-1]))
+        final = torch.cat([states[:0], *(part[1] for part in parts)])
         starts = [state for part in parts for state in part[2]]
         h = torch.stack(starts, 1) if starts else None
     if chunk:
         h = states.new_zeros(call.q.shape[0], 0, HV, K, V) if h is None else h
-        h = transpose(h.to(torch.float32)).contiguous()
+        h = transpose(h).contiguous()
     final = transpose(final).contiguous() if call.output_final_state else None
     return o.to(call.q.dtype), final, h
+
+
+def _verify(call: Call | GateCall) -> str | None:
+    if call.g.device.type != "cpu" and registry.forced_route() != ROUTE:
+        return f"one token at a time in PyTorch: serves tensors on {call.g.device} only when it is forced"
+    return None
 
 
 registry.register(
     registry.Route(
         id=ROUTE,
         entries=frozenset({"chunk", "recurrent", "gate"}),
-        summary="plain PyTorch, every option; the last resort, and the one for CPU tensors",
-        verify=lambda call: None,
+        summary="plain PyTorch, every option and float64; for CPU tensors without the interpreter",
+        verify=_verify,
         run=lambda call: run_gate(call) if call.entry == "gate" else run(call),
         precision=PRECISION,
     )

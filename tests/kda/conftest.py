@@ -27,9 +27,10 @@ def words(problem: Problem) -> str:
         "v_first": problem.v_first,
         "intermediates": problem.intermediates,
     }
-    values = (problem.g, problem.A_log) if problem.entry == "gate" else (problem.g,)
-    named = [value for value in values if value]
-    return "-".join([layout, *(word for word, present in flags.items() if present), problem.dtype, *named])
+    values = [problem.g, f"A_{problem.A_log}"] if problem.A_log else [problem.g]
+    present = [word for word, there in flags.items() if there]
+    dtype = problem.gate_dtype if problem.entry == "gate" else problem.dtype
+    return "-".join([layout, *present, dtype, f"{problem.K}x{problem.V}", *values])
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:

@@ -56,14 +56,18 @@ CHUNK_PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("problem", PROBLEMS + CHUNK_PROBLEMS)
-@pytest.mark.parametrize("route", ROUTES)
+CASES = [
+    (route, problem, part)
+    for route in ROUTES
+    for problem in PROBLEMS + CHUNK_PROBLEMS
+    for part, quantities in PARTS.items()
+    if quantities & problem.quantities()
+]
+
+
+@pytest.mark.parametrize("route, problem, part", CASES)
 def test_operator(route, problem, part, judge):
-    wanted = PARTS[part] & problem.quantities()
-    if not wanted:
-        pytest.skip(f"no {part} in this problem")
     verdicts = judge(route, problem)
+    wanted = PARTS[part] & problem.quantities()
     assert verdicts.keys() >= wanted, "a quantity was not judged"
-    wrong = [str(verdicts[name]) for name in sorted(wanted) if verdicts[name].klass not in ("OK", "UNINFORMATIVE")]
-    assert not wrong
+    assert [str(verdicts[name]) for name in sorted(wanted) if verdicts[name].klass != "OK"] == []

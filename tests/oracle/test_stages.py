@@ -1,6 +1,7 @@
 """Authority on the chunkwise algorithm: exact, it is the recurrence; stages are what they say; formats count."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -136,7 +137,7 @@ def test_the_envelope_widens_with_every_bit_that_a_stage_gives_up(stage):
     for fmt in ("fp32", "fp16", "tf32", "bf16"):
         replicas = evaluate_chunk(x, Options(), rounding=RandomGrids(8, 1), formats=FP32 | {stage: fmt}, chunk=32)
         sigma.append({n: float((replicas[n] - exact[n]).square().mean().sqrt()) for n in ("o", "dk", "dg")})
-    for finer, coarser in zip(sigma, sigma[1:]):
+    for finer, coarser in pairwise(sigma):
         assert all(coarser[name] > 1.5 * finer[name] for name in finer), sigma
 
 
