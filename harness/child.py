@@ -27,7 +27,13 @@ def answer(request: dict, device: str, subject) -> dict:
     except REFUSALS as refusal:
         return {"status": "not_covered", "message": f"refused: {type(refusal).__name__}: {refusal}"}
     save_file({name: x.cpu().contiguous() for name, x in run.outputs.items()}, request["outputs"])
-    return {"status": "ran", "seconds": run.seconds, "modified": run.modified, "peak_bytes": run.peak_bytes}
+    return {
+        "status": "ran",
+        "seconds": run.seconds,
+        "compile_seconds": run.compile_seconds,
+        "modified": run.modified,
+        "peak_bytes": run.peak_bytes,
+    }
 
 
 def main(subject_name: str, device: str, search_path: str, pin_autotune: str) -> None:

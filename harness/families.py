@@ -169,6 +169,7 @@ FAMILIES: tuple[Family, ...] = (
             _but(k="repeated", beta="twos", g="zeros", lengths=(40,), initial_state=False),
             _but(k="near_repeated", beta="near_one", g="slow", dtype="bf16", lengths=(40,), K=16),
             _but(k="repeated", l2norm=True, beta="twos", g="slow", dtype="bf16", lengths=(64,), K=16, V=16),
+            _but(k="repeated", l2norm=True, beta="twos", g="zeros", dtype="bf16", lengths=(130,)),
         ),
         {**_FREE, "k": ("repeated", "near_repeated"), "beta": ("ones", "twos", "near_one"), "g": ("zeros", "slow")},
     ),
@@ -221,6 +222,7 @@ FAMILIES: tuple[Family, ...] = (
             _but(lengths=(8192,), heads=96, K=128, V=128, dtype="bf16", gate_dtype="bf16", **_NORMALISED, **_LOGITS, **_BOUNDED),
             _but(lengths=(1300, 547, 2048, 963, 271, 3063), packed=True, heads=32, K=128, V=128, dtype="bf16", gate_dtype="bf16", **_NORMALISED, **_LOGITS, **_BOUNDED),
         ),
+        entries=("chunk",),
         gpu_only=True,
     ),
 )

@@ -29,6 +29,7 @@ class Outcome:
     status: str
     outputs: dict[str, torch.Tensor] | None = None
     seconds: float = 0.0
+    compile_seconds: float = 0.0
     message: str = ""
     modified: tuple[str, ...] = ()
     peak_bytes: int = 0
@@ -102,7 +103,14 @@ class Child:
             return Outcome("crash", message=reply["message"])
         if reply["status"] == "not_covered":
             return Outcome("not_covered", message=reply["message"])
-        return Outcome("ran", load_file(outputs), reply["seconds"], "", tuple(reply["modified"]), reply["peak_bytes"])
+        return Outcome(
+            "ran",
+            load_file(outputs),
+            reply["seconds"],
+            reply["compile_seconds"],
+            modified=tuple(reply["modified"]),
+            peak_bytes=reply["peak_bytes"],
+        )
 
     def _read(self, timeout: float) -> dict | Outcome:
         """The next answer, or what happened instead."""

@@ -1,14 +1,17 @@
 """Authority on implementations under test: how each is found by name, what it can do, and how a problem becomes a call of it."""
 
+import contextlib
 import importlib
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import metadata
 
 import torch
+import triton
 from torch import Tensor
 
 from harness.bits import differing_bytes
@@ -38,7 +41,7 @@ class Route:
     spec: PrecisionSpec
     lacks: Callable[[Problem], str | None] = lambda problem: None
     differentiable: bool = True
-    context: Callable[[], object] | None = None
+    context: Callable[[], AbstractContextManager] = contextlib.nullcontext
 
     def quantities(self, problem: Problem) -> frozenset[str]:
         wanted = problem.quantities()
@@ -65,10 +68,13 @@ class Subject:
 
 @dataclass
 class Run:
-    """What a call returned: outputs by quantity, seconds, whether the inputs came back unchanged, peak bytes on a GPU."""
+    """What a call returned: outputs by quantity, seconds (and those of them that Triton's compiler took), inputs that were changed,
+
+    peak bytes on a GPU."""
 
     outputs: dict[str, Tensor]
     seconds: float
+    compile_seconds: float = 0.0
     modified: tuple[str, ...] = ()
     peak_bytes: int = 0
 
@@ -95,6 +101,28 @@ def keywords(case: Case, entry: str) -> dict[str, object]:
     return words
 
 
+@dataclass
+class CompileClock:
+    """Seconds that Triton's compiler took."""
+
+    seconds: float = 0.0
+
+
+@contextlib.contextmanager
+def compile_clock() -> Iterator[CompileClock]:
+    """Counts compilation inside the block; what came from the cache costs nothing and counts nothing."""
+    clock, before = CompileClock(), triton.knobs.compilation.listener
+
+    def listen(*, times, **_) -> None:
+        clock.seconds += times.total / 1e6
+
+    triton.knobs.compilation.listener = listen
+    try:
+        yield clock
+    finally:
+        triton.knobs.compilation.listener = before
+
+
 def call(route: Route, case: Case) -> Run:
     """Run a problem on a route, forward and, if the problem has a loss, backward."""
     reason = route.lacks(case.problem)
@@ -113,17 +141,17 @@ def call(route: Route, case: Case) -> Run:
         torch.cuda.reset_peak_memory_stats()
         resting = torch.cuda.memory_allocated()
     started = time.perf_counter()
-    if route.context is None:
+    with route.context() as launches, compile_clock() as compiling:
         outputs = _forward_backward(route, case, leaves, gradients)
-    else:
-        with route.context():
-            outputs = _forward_backward(route, case, leaves, gradients)
     if cuda:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
+    if launches is not None and case.inputs["g"].numel() and {launch.route for launch in launches} != {route.id}:
+        ran = ", ".join(sorted({launch.route for launch in launches})) or "nothing"
+        raise RouteDidNotRun(f"route {route.id} was forced, and the launch record shows {ran}")
     peak = torch.cuda.max_memory_allocated() - resting if cuda else 0
     modified = tuple(name for name, x in before.items() if x is not None and differing_bytes(x, case.inputs[name]))
-    return Run(outputs, seconds, modified, peak)
+    return Run(outputs, seconds, compiling.seconds, modified, peak)
 
 
 def _forward_backward(route: Route, case: Case, leaves: Mapping[str, Tensor], gradients: bool) -> dict[str, Tensor]:
@@ -149,23 +177,20 @@ def own_subject() -> Subject:
     import kda
     from kda.gate import PRECISION as GATE_PRECISION
 
-    def proven(route_id: str, function: Callable) -> Callable:
-        def run(**kwargs):
+    def proving(route_id: str) -> Callable[[], AbstractContextManager]:
+        @contextlib.contextmanager
+        def forced_and_recorded():
             with kda.force_route(route_id), kda.record_launches() as launches:
-                returned = function(**kwargs)
-            numel = kwargs["g"].numel()
-            if numel and not any(launch.route == route_id for launch in launches):
-                raise RouteDidNotRun(f"no launch of route {route_id} was recorded")
-            return returned
+                yield launches
 
-        return run
+        return forced_and_recorded
 
     functions = {"chunk": kda.chunk_kda, "recurrent": kda.fused_recurrent_kda, "gate": kda.fused_kda_gate}
     routes = []
     for route in kda.routes():
         for entry in sorted(route.entries):
             spec = GATE_PRECISION if entry == "gate" else route.precision
-            routes.append(Route(route.id, entry, proven(route.id, functions[entry]), spec))
+            routes.append(Route(route.id, entry, functions[entry], spec, context=proving(route.id)))
     return Subject("kda", _version("kda-harness"), tuple(routes), foreign=False)
 
 
