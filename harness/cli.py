@@ -88,16 +88,20 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
 
 def _print_checks(checks: check.Checks, subject: Subject, console: Console) -> None:
     table = Table(title=f"{subject.name} {subject.version}".strip(), title_justify="left")
-    for column in ("route", "quantity", "problems", "worst ratio", "class"):
-        table.add_column(column, justify="right" if column in ("problems", "worst ratio") else "left")
+    for column in ("route", "quantity", "problems", "uninformative", "worst ratio", "class"):
+        table.add_column(column, justify="left" if column in ("route", "quantity", "class") else "right")
     merged: dict[tuple[str, str], list] = {}
     for row in checks.rows.values():
         merged.setdefault((row.route, row.quantity), []).append(row)
     for (route, quantity), rows in sorted(merged.items()):
         ratio = max(row.worst_ratio for row in rows)
+        # What says nothing is counted beside the class of what does.
+        vague = sum(row.uninformative for row in rows)
+        problems = sum(row.problems for row in rows)
         klass = max((row.klass for row in rows), key=check.results.SEVERITY.index)
+        klass = "OK" if klass == "UNINFORMATIVE" and vague < problems else klass
         style = "red" if klass in FAILURES else None
-        table.add_row(route, quantity, str(sum(row.problems for row in rows)), f"{ratio:.3g}", klass, style=style)
+        table.add_row(route, quantity, str(problems), str(vague or ""), f"{ratio:.3g}", klass, style=style)
     console.print(table)
     times = Table(title="seconds and reach", title_justify="left")
     for column in ("route", "problems", "longest sequence", "compile", "kernel", "oracle", "peak GiB"):

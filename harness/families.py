@@ -28,6 +28,9 @@ _BOUNDED = {"gate": "lower_bound", "lower_bound": -5.0, "safe_gate": True, "A_lo
 _NORMALISED = {"l2norm": True, "q": "gauss", "k": "gauss"}
 
 
+_REPORTED = replace(_BASE, lengths=(70,), K=16, V=16, dtype="bf16", g="zeros", beta="ones", l2norm=True, q="gauss")
+
+
 def _but(**changes: object) -> Problem:
     return replace(_BASE, **changes)
 
@@ -191,6 +194,21 @@ FAMILIES: tuple[Family, ...] = (
             _but(k="zeros", q="ones", l2norm=True),
         ),
         {**_FREE, "k": ("unit", "some_zero", "zeros"), "v": ("huge", "tiny", "gauss_1e3")},
+    ),
+    Family(
+        "reported",
+        "what real kernels have failed on, each as small as it was found (see the tables of known failures of other kernels)",
+        (
+            replace(_REPORTED, k="unit", g="mild", beta="uniform"),
+            replace(_REPORTED, k="repeated", beta="ones"),
+            replace(_REPORTED, k="repeated", beta="twos"),
+            replace(_REPORTED, k="unit", g="spikes_1e6", beta="uniform"),
+            replace(_REPORTED, k="unit", g="resets", beta="uniform"),
+            replace(_REPORTED, k="unit", g="mild", beta="uniform", v="huge", h0="huge", dtype="fp16"),
+            replace(_REPORTED, k="unit", g="mild", beta="uniform", lengths=(30, 0, 40), packed=True),
+            replace(_REPORTED, k="unit", g="bound", beta="uniform", safe_gate=True),
+        ),
+        {**_FREE, "k": ("unit", "repeated"), "g": ("mild", "spikes_1e6", "resets")},
     ),
     Family(
         "gate_entry",

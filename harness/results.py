@@ -55,10 +55,12 @@ class Row:
     problems: int = 0
     worst_ratio: float = 0.0
     klass: str = "OK"
+    uninformative: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: {"compile": 0.0, "kernel": 0.0, "oracle": 0.0})
 
     def add(self, verdict: Verdict) -> None:
         self.problems += 1
+        self.uninformative += verdict.klass == "UNINFORMATIVE"
         if not verdict.ratio <= self.worst_ratio:
             self.worst_ratio = verdict.ratio
         if SEVERITY.index(verdict.klass) > SEVERITY.index(self.klass):
@@ -166,6 +168,7 @@ def document(env: dict, subject: str, seed: int, rows: Iterable[Row], findings: 
                 "problems": row.problems,
                 "worst_ratio": _number(row.worst_ratio),
                 "class": row.klass,
+                "uninformative": row.uninformative,
                 "seconds": row.seconds,
             }
             for row in rows

@@ -201,12 +201,15 @@ def _version(package: str) -> str:
         return "source"
 
 
-_CHUNK_OUTPUTS = {"o": "io", "dq": "io", "dk": "io", "dv": "io", "ht": "fp32", "dh0": "fp32"}
+_CHUNK_STAGES = {
+    **{"o": "io", "dq": "io", "dk": "io", "dv": "io", "ht": "fp32", "dh0": "fp32"},
+    **{"operand": "dot", "stored_inverse": "dot"},
+}
 
 
-def foreign_specs(dtype_operand: str = "io") -> dict[str, PrecisionSpec]:
-    """What kernels with fla's signatures are taken to round, unless a subject declares better."""
-    chunk = {**_CHUNK_OUTPUTS, "operand": dtype_operand, "stored_inverse": dtype_operand}
+def foreign_specs() -> dict[str, PrecisionSpec]:
+    """What kernels with fla's signatures are taken to round, unless a subject declares better: `dot` is tf32 for fp32 tensors."""
+    chunk = _CHUNK_STAGES
     return {
         "chunk-safe_gate": PrecisionSpec("chunk", chunk, chunk=64, diagonal="anchor", inverse="substitution"),
         "chunk-unbounded": PrecisionSpec("chunk", chunk, chunk=64, diagonal="pair", inverse="substitution"),
@@ -221,7 +224,8 @@ def _accepts(function: Callable) -> Callable[[Problem], str | None]:
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
     def lacks(problem: Problem) -> str | None:
-        needed = {
+        parameters_of_gate = {"A_log": problem.A_log is not None, "dt_bias": problem.dt_bias is not None}
+        needed = parameters_of_gate if problem.entry == "gate" else {
             "A_log": problem.A_log is not None,
             "dt_bias": problem.dt_bias is not None,
             "use_qk_l2norm_in_kernel": problem.l2norm,

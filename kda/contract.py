@@ -94,13 +94,13 @@ class Call:
     def chunk_bound(self) -> int:
         """At least the number of chunks of the whole call, known without reading the offsets."""
         if self.cu_seqlens is None:
-            return self.chunk_count()
+            return self.sequences * self.chunks_per_row()
         return self.q.shape[1] // self.chunk_size + self.sequences
 
-    def chunk_count(self) -> int:
-        """Chunks of the whole call; for packed tensors on a GPU this reads `cu_seqlens_cpu`, or waits for the device without it."""
+    def chunks_per_row(self) -> int:
+        """Chunks of one row of the batch; for packed tensors on a GPU read from `cu_seqlens_cpu`, or awaited without it."""
         if self.cu_seqlens is None:
-            return self.sequences * -(-self.q.shape[1] // self.chunk_size)
+            return -(-self.q.shape[1] // self.chunk_size)
         offsets = self.cu_seqlens if self.cu_seqlens_cpu is None else self.cu_seqlens_cpu
         return sum(-(-length // self.chunk_size) for length in offsets.diff().tolist())
 
@@ -230,9 +230,17 @@ def _check_lower_bound(bound: object) -> None:
 def _check_bound(call: Call) -> None:
     _check_lower_bound(call.lower_bound)
     if call.lower_bound is not None and not call.use_gate_in_kernel:
-        refuse("lower_bound", repr(call.lower_bound), "None unless use_gate_in_kernel is True: it belongs to that activation")
+        refuse(
+            "lower_bound",
+            repr(call.lower_bound),
+            "None unless use_gate_in_kernel is True: it belongs to that activation",
+        )
     if call.safe_gate and call.use_gate_in_kernel and (call.lower_bound is None or call.lower_bound < SAFE_BOUND):
-        refuse("lower_bound", repr(call.lower_bound), f"in [{SAFE_BOUND:g}, 0) when safe_gate and use_gate_in_kernel are True")
+        refuse(
+            "lower_bound",
+            repr(call.lower_bound),
+            f"in [{SAFE_BOUND:g}, 0) when safe_gate and use_gate_in_kernel are True",
+        )
 
 
 def _check_gate_parameters(in_kernel: bool, lower_bound, A_log, dt_bias, g: Tensor) -> None:

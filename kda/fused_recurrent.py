@@ -1,5 +1,6 @@
 """Authority on the recurrent route: `fused_recurrent_kda`, its launchers and its autograd formula."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -145,7 +146,8 @@ def _beta_gradient(call: Call, dbeta: Tensor) -> Tensor:
     """Through beta's sigmoid if it is in the kernel; sigmoid'(x) = e^-|x| / (1 + e^-|x|)^2 does not cancel."""
     if call.use_beta_sigmoid_in_kernel:
         e = torch.exp(-call.beta.float().abs())
-        dbeta = dbeta * (e / (1 + e).square()) * call.beta_range
+        slope = call.beta_range * e / (1 + e).square()
+        dbeta = torch.where(dbeta == 0, 0.0, dbeta * slope)  # rows of no sequence may hold NaN
     return dbeta.to(call.beta.dtype)
 
 
@@ -227,8 +229,8 @@ class _RecurrentFunction(torch.autograd.Function):
         if not call.return_intermediate_states:
             h = None
         else:
-            chunks, batch = call.chunk_count(), call.q.shape[0]
-            h = h[:chunks].unflatten(0, (batch, chunks // max(batch, 1)))
+            rows = (call.q.shape[0], call.chunks_per_row())
+            h = h[: math.prod(rows)].unflatten(0, rows)
             ctx.mark_non_differentiable(h)
         return o, ht, h
 

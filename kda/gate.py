@@ -61,7 +61,7 @@ def softplus_gate_adjoint(b_dg, b_z, b_A):
     m_far = b_z < -80.0
     b_far = exp(b_A + b_z)
     b_dz = -b_dg * tl.where(m_far, b_far, exp(b_A) * sigmoid(b_z))
-    b_scaled = tl.where(m_far, 0.0, -b_dg * softplus(b_z))
+    b_scaled = tl.where(m_far | (b_dg == 0.0), 0.0, -b_dg * softplus(b_z))
     b_plain = tl.where(m_far, -b_dg * b_far, 0.0)
     return tl.where(b_dg == 0.0, 0.0, b_dz), b_scaled, tl.where(b_dg == 0.0, 0.0, b_plain)
 
@@ -104,7 +104,11 @@ def kda_gate_fwd_kernel(
     m = (o_t < num_tokens)[:, None] & (o_k < K)[None, :]
     o_g = (o_t[:, None] * HV + i_hv) * K + o_k[None, :]
     b_A = tl.load(A_log + i_hv).to(tl.float32) if HAS_A else 0.0
-    b_bias = tl.load(dt_bias + i_hv * K + o_k, mask=o_k < K, other=0.0).to(tl.float32) if HAS_BIAS else tl.zeros([BK], tl.float32)
+    b_bias = (
+        tl.load(dt_bias + i_hv * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)
+        if HAS_BIAS
+        else tl.zeros([BK], tl.float32)
+    )
     b_g = tl.load(g + o_g, mask=m, other=0.0).to(tl.float32)
     b_y = activate_gate(b_g, b_bias[None, :], b_A, lower_bound, IS_BOUNDED)
     tl.store(y + o_g, b_y.to(y.dtype.element_ty), mask=m)
@@ -137,7 +141,11 @@ def kda_gate_bwd_kernel(
     m = (o_t < num_tokens)[:, None] & (o_k < K)[None, :]
     o_g = (o_t[:, None] * HV + i_hv) * K + o_k[None, :]
     b_A = tl.load(A_log + i_hv).to(tl.float32) if HAS_A else 0.0
-    b_bias = tl.load(dt_bias + i_hv * K + o_k, mask=o_k < K, other=0.0).to(tl.float32) if HAS_BIAS else tl.zeros([BK], tl.float32)
+    b_bias = (
+        tl.load(dt_bias + i_hv * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)
+        if HAS_BIAS
+        else tl.zeros([BK], tl.float32)
+    )
     b_z = tl.load(g + o_g, mask=m, other=0.0).to(tl.float32) + b_bias[None, :]
     b_dy = tl.load(dy + o_g, mask=m, other=0.0).to(tl.float32)
     if IS_BOUNDED:
@@ -195,7 +203,9 @@ def gate_forward(g, A_log, dt_bias, lower_bound, output_dtype, route: str = "gat
     if g.numel():
         grid, constants = _geometry(g, A_log, dt_bias, lower_bound)
         record.note(route, "kda_gate_fwd_kernel", BT=BLOCK_TOKENS, BK=constants["BK"])
-        kda_gate_fwd_kernel[grid](g, A_log, dt_bias, y, lower_bound or 0.0, g.shape[0] * g.shape[1], *g.shape[2:], **constants)
+        kda_gate_fwd_kernel[grid](
+            g, A_log, dt_bias, y, lower_bound or 0.0, g.shape[0] * g.shape[1], *g.shape[2:], **constants
+        )
     return y
 
 
@@ -210,9 +220,7 @@ def gate_backward(g, A_log, dt_bias, lower_bound, dy, route: str = "gate"):
     if g.numel():
         grid, constants = _geometry(g, A_log, dt_bias, lower_bound)
         record.note(route, "kda_gate_bwd_kernel", BT=BLOCK_TOKENS, BK=constants["BK"])
-        kda_gate_bwd_kernel[grid](
-            g, A_log, dt_bias, dy, dg, dA, dbias, lower_bound or 0.0, B * T, HV, K, **constants
-        )
+        kda_gate_bwd_kernel[grid](g, A_log, dt_bias, dy, dg, dA, dbias, lower_bound or 0.0, B * T, HV, K, **constants)
     if A_log is not None:
         scaled, plain = dA.sum(0).unbind(-1)
         dA = (A_log.float().exp() * scaled + plain).to(A_log.dtype)

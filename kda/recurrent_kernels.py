@@ -303,5 +303,7 @@ def kda_sum_heads_kernel(
         b_x = tl.load(x + o_x, mask=m, other=0.0).to(tl.float32)
         b_n = tl.sqrt(tl.sum(b_x * b_x, axis=1) + L2NORM_EPS)[:, None]
         b_y = b_x / b_n
-        b_dy = (b_dy - b_y * tl.sum(b_y * b_dy, axis=1)[:, None]) / b_n
+        # Rows of no sequence have no gradient, whatever they hold: 0 * NaN must not happen.
+        m_live = tl.sum((b_dy != 0.0).to(tl.int32), axis=1)[:, None] > 0
+        b_dy = tl.where(m_live, (b_dy - b_y * tl.sum(b_y * b_dy, axis=1)[:, None]) / b_n, 0.0)
     tl.store(dx + o_x, b_dy.to(dx.dtype.element_ty), mask=m)

@@ -81,7 +81,7 @@ def force_route(route_id: str) -> Iterator[None]:
 @contextlib.contextmanager
 def forbid_routes(*route_ids: str) -> Iterator[None]:
     """Inside the block these routes serve nothing."""
-    _forbidden.extend(_known(route_id, "route_ids") for route_id in route_ids)
+    _forbidden.extend([_known(route_id, "route_ids") for route_id in route_ids])
     try:
         yield
     finally:

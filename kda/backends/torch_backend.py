@@ -1,5 +1,7 @@
 """Authority on the `torch` route: the operator in plain PyTorch, for tensors that no kernel can take; gradients by autograd."""
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +15,17 @@ from kda.recurrent_kernels import L2NORM_EPS
 ROUTE = "torch"
 PRECISION = PrecisionSpec(
     algorithm="recurrent",
-    stages={"o": "io", "dq": "io", "dk": "io", "dv": "io", "dbeta": "beta", "dg": "g", "ht": "fp32", "h": "fp32", "dh0": "fp32"},
+    stages={
+        "o": "io",
+        "dq": "io",
+        "dk": "io",
+        "dv": "io",
+        "dbeta": "beta",
+        "dg": "g",
+        "ht": "fp32",
+        "h": "fp32",
+        "dh0": "fp32",
+    },
 )
 LARGE_NEGATIVE = -40.0  # below it softplus(z) = e^z to the last bit of fp32
 
@@ -59,7 +71,7 @@ class _SoftplusGate(torch.autograd.Function):
         is_far = z < LARGE_NEGATIVE
         dz = torch.where(grad == 0, 0.0, -grad * torch.where(is_far, far, near * torch.sigmoid(z)))
         # exp(A) times the sum, not the sum of products: single terms may overflow where their sum does not.
-        scaled = torch.where(is_far, 0.0, -grad * _softplus(z)).sum_to_size(A.shape)
+        scaled = torch.where(is_far | (grad == 0), 0.0, -grad * _softplus(z)).sum_to_size(A.shape)
         plain = torch.where(is_far & (grad != 0), -grad * far, 0.0).sum_to_size(A.shape)
         return dz, near * scaled + plain
 
@@ -101,18 +113,20 @@ def run_gate(call: GateCall) -> Tensor:
     return _activate(call.g, call.A_log, call.dt_bias, call.lower_bound).to(call.output_dtype)
 
 
-def _prepared(call: Call) -> tuple[Tensor, ...]:
-    """q, k, v, g, beta in the working precision, one per value head, options applied."""
+def _prepared(call: Call, tokens: int) -> tuple[Tensor, ...]:
+    """q, k, v, g, beta of the first `tokens` rows in the working precision, one per value head, options applied."""
     _, _, H, HV, _, _ = call.shape
-    q, k = _working(call.q), _working(call.k)
+    double = any(x.dtype == torch.float64 for x in (call.q, call.g, call.beta))
+    work = lambda x: x[:, :tokens].to(torch.float64 if double else torch.float32)  # noqa: E731
+    q, k, v, g, beta = (work(x) for x in (call.q, call.k, call.v, call.g, call.beta))
     if call.use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS.value) for x in (q, k))
     q, k = (x.repeat_interleave(HV // H, dim=2) for x in (q, k))
-    g = _activate(call.g, call.A_log, call.dt_bias, call.lower_bound) if call.use_gate_in_kernel else _working(call.g)
-    beta = _working(call.beta)
+    if call.use_gate_in_kernel:
+        g = _activate(g, call.A_log, call.dt_bias, call.lower_bound)
     if call.use_beta_sigmoid_in_kernel:
         beta = torch.sigmoid(beta) * call.beta_range
-    return q * call.scale, k, _working(call.v), g, beta
+    return q * call.scale, k, v, g, beta
 
 
 def _sequence(q, k, v, g, beta, state, chunk_size: int | None) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -128,37 +142,39 @@ def _sequence(q, k, v, g, beta, state, chunk_size: int | None) -> tuple[Tensor, 
     return torch.stack(outputs, 1) if outputs else v, state, starts
 
 
+def _sequences(offsets: list[int], q, k, v, g, beta, states, chunk_size) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """A packed batch: the results of its sequences, one after the other."""
+    parts = [
+        _sequence(*(x[:, a:b] for x in (q, k, v, g, beta)), states[n : n + 1], chunk_size)
+        for n, (a, b) in enumerate(itertools.pairwise(offsets))
+    ]
+    outputs, finals, starts = zip(*parts) if parts else ((), (), ())
+    return torch.cat([v[:, :0], *outputs], 1), torch.cat([states[:0], *finals]), [h for each in starts for h in each]
+
+
 def run(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(o, final state or None, intermediate states or None) of a validated call."""
     record.note(ROUTE, "recurrence")
     _, T, _, HV, K, V = call.shape
-    tensors = _prepared(call)
-    state_dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    offsets = None if call.cu_seqlens is None else call.offsets().tolist()
+    tensors = _prepared(call, T if offsets is None else offsets[-1])
     transpose = (lambda x: x.mT) if call.state_v_first else (lambda x: x)
     if call.initial_state is None:
-        states = tensors[0].new_zeros(call.sequences, HV, K, V, dtype=state_dtype)
+        states = tensors[0].new_zeros(call.sequences, HV, K, V)
     else:
-        states = transpose(call.initial_state).to(state_dtype)
+        states = transpose(call.initial_state).to(tensors[0].dtype)
     chunk = call.chunk_size if call.return_intermediate_states else None
-    if call.cu_seqlens is None:
+    if offsets is None:
         o, final, starts = _sequence(*tensors, states, chunk)
-        h = torch.stack(starts, 1) if starts else None
     else:
-        offsets = call.offsets().tolist()
-        parts = [
-            _sequence(*(x[:, a:b] for x in tensors), states[n : n + 1], chunk)
-            for n, (a, b) in enumerate(zip(offsets, offsets[1:]))
-        ]
-        o = torch.cat([tensors[2][:, :0], *(part[0] for part in parts)], 1)
+        o, final, starts = _sequences(offsets, *tensors, states, chunk)
         o = F.pad(o, (0, 0, 0, 0, offsets[0], T - offsets[-1]))
-        final = torch.cat([states[:0], *(part[1] for part in parts)])
-        starts = [state for part in parts for state in part[2]]
-        h = torch.stack(starts, 1) if starts else None
+    state_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    stored = lambda x: transpose(x).to(state_dtype).contiguous()  # noqa: E731
+    h = None
     if chunk:
-        h = states.new_zeros(call.q.shape[0], 0, HV, K, V) if h is None else h
-        h = transpose(h).contiguous()
-    final = transpose(final).contiguous() if call.output_final_state else None
-    return o.to(call.q.dtype), final, h
+        h = stored(torch.stack(starts, 1) if starts else states.new_zeros(call.q.shape[0], 0, HV, K, V))
+    return o.to(call.q.dtype), stored(final) if call.output_final_state else None, h
 
 
 def _verify(call: Call | GateCall) -> str | None:

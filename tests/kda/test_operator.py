@@ -5,9 +5,22 @@ import pytest
 from harness.problem import Problem
 
 ROUTES = ("recurrent", "torch")
-PARTS = {"forward": {"o"}, "state": {"ht", "h"}, "gradients": {"dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0"}}
+PARTS = {
+    "forward": {"o"},
+    "state": {"ht", "h"},
+    "gradients": {"dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0"},
+}
 
-PLAIN = {"q": "unit", "k": "unit", "v": "gauss", "g": "mild", "beta": "uniform", "h0": "gauss", "do": "gauss", "dht": "gauss"}
+PLAIN = {
+    "q": "unit",
+    "k": "unit",
+    "v": "gauss",
+    "g": "mild",
+    "beta": "uniform",
+    "h0": "gauss",
+    "do": "gauss",
+    "dht": "gauss",
+}
 PLAIN |= {"lengths": (12,), "K": 8, "V": 8, "initial_state": True}
 LOGITS = {"beta_sigmoid": True, "beta": "gauss"}
 NORMALISED = {"l2norm": True, "q": "gauss", "k": "gauss"}
@@ -50,7 +63,18 @@ PROBLEMS = [
 ]
 CHUNK_PROBLEMS = [
     problem(entry="chunk", intermediates=True, chunk_size=32, lengths=(40,), K=4, V=3),
-    problem(entry="chunk", intermediates=True, chunk_size=32, lengths=(33, 0, 1), packed=True, tail=2, v_first=True, K=4, V=6, group=2),
+    problem(
+        entry="chunk",
+        intermediates=True,
+        chunk_size=32,
+        lengths=(33, 0, 1),
+        packed=True,
+        tail=2,
+        v_first=True,
+        K=4,
+        V=6,
+        group=2,
+    ),
     problem(entry="chunk", intermediates=True, lengths=(10, 10), K=3, V=4, **BOUNDED, safe_gate=True),
     problem(entry="chunk", lengths=(8,), dtype="bf16", **SOFTPLUS),
 ]
