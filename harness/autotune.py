@@ -1,4 +1,4 @@
-"""Authority on pinning Triton's autotuner: the first configuration that survives pruning, instead of timing them all."""
+"""Authority on pinning Triton's autotuner: the first configuration that survives pruning, and no timing."""
 
 from triton.runtime.autotuner import Autotuner
 
@@ -6,7 +6,9 @@ _pinned = False
 
 
 def pin() -> None:
-    """From now on no autotuner of this process times anything: where there is no driver, or where tuning would cost minutes."""
+    """From now on no autotuner of this process times anything: where there is no driver, or where tuning would cost
+    minutes.
+    """
     global _pinned
     if _pinned:
         return

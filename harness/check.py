@@ -195,14 +195,18 @@ def _findings(task: Task, checked: Checked) -> Iterator[Finding]:
 def _shrink_all(
     checks: Checks, runner: Runner, report: Report, seconds: float, seed: int, keep_shape: bool = False
 ) -> None:
-    """Make the problems of the first distinct findings smaller; each stays on disk until a smaller one has replaced it."""
+    """Make the problems of the first distinct findings smaller; each stays on disk until a smaller one has replaced
+    it.
+    """
     for key, finding in list(checks.findings.items())[:FINDINGS_SHRUNK]:
         if finding.klass == "HANG":
             continue
 
         def still_fails(candidate: Problem, finding: Finding = finding) -> bool:
             try:
-                verdicts = runner.check(finding.route, candidate, repeat=finding.klass == "NONDETERMINISTIC", seed=seed).verdicts
+                verdicts = runner.check(
+                    finding.route, candidate, repeat=finding.klass == "NONDETERMINISTIC", seed=seed
+                ).verdicts
             except ValueError:
                 return False
             return any((v.quantity, v.klass) == (finding.quantity, finding.klass) for v in verdicts)
@@ -233,4 +237,6 @@ def summary(checks: Checks, subject: Subject, device: str, seed: int) -> dict:
         "problems": checks.problems,
     }
     name = f"{subject.name} {subject.version}".strip()
-    return results.document(results.environment(device), name, seed, checks.rows.values(), checks.findings.values(), coverage)
+    return results.document(
+        results.environment(device), name, seed, checks.rows.values(), checks.findings.values(), coverage
+    )

@@ -1,4 +1,4 @@
-"""The child process of `isolate`: runs one subject's calls and answers over a pipe; whatever kills it, kills only it."""
+"""The child process of `isolate`: runs one subject's calls, answers over a pipe; what kills it kills only it."""
 
 import contextlib
 import json
@@ -13,8 +13,12 @@ from harness import autotune, interpreter
 from harness.problem import Problem, materialise
 from harness.subject import NotCovered, call, load_subject
 
-
-REFUSALS = (TypeError, ValueError, NotImplementedError, AssertionError)  # how Python code says that it does not take an input
+REFUSALS = (
+    TypeError,
+    ValueError,
+    NotImplementedError,
+    AssertionError,
+)  # how Python code says that it does not take an input
 
 
 def answer(request: dict, device: str, subject) -> dict:
@@ -53,7 +57,12 @@ def main(subject_name: str, device: str, search_path: str, pin_autotune: str) ->
             reply = answer(json.loads(line), device, subject)
         except Exception as error:
             sticky = device != "cpu" and _context_is_lost()
-            reply = {"status": "raised", "message": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(), "sticky": sticky}
+            reply = {
+                "status": "raised",
+                "message": f"{type(error).__name__}: {error}",
+                "trace": traceback.format_exc(),
+                "sticky": sticky,
+            }
         print(json.dumps(reply), file=channel)
 
 

@@ -1,6 +1,7 @@
 """Authority on the `kda` command: its subcommands, what they print, and their exit status.
 
-0: everything asked for was exercised and is right. 1: a finding. 2: wrong use. 3: nothing, or less than asked for, was exercised.
+0: everything asked for was exercised and is right. 1: a finding. 2: wrong use. 3: nothing, or less than asked for,
+was exercised.
 """
 
 import argparse
@@ -63,18 +64,22 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
     profile = profiles.PROFILES[arguments.profile]
     tasks = check.plan(subject, profile, arguments.routes, arguments.families, device, arguments.seed, arguments.shape)
     if not tasks:
-        print(f"kda: no route matches {arguments.routes!r} with a family that matches {arguments.families!r}", file=sys.stderr)
+        print(
+            f"kda: no route matches {arguments.routes!r} with a family that matches {arguments.families!r}",
+            file=sys.stderr,
+        )
         return INCOMPLETE
     report = Report(arguments.report)
     report.prepare()
+    budget = arguments.budget or profile.budget
     checks = check.run(
         subject,
         tasks,
         report,
         device=device,
-        budget=arguments.budget or profile.budget,
+        budget=budget,
         seed=arguments.seed,
-        shrink_seconds=profile.shrink_seconds,
+        shrink_seconds=min(profile.shrink_seconds, budget / 4),
         console=console,
         pin_autotune=arguments.pin_autotune,
         shape=arguments.shape,
@@ -109,7 +114,13 @@ def _print_checks(checks: check.Checks, subject: Subject, console: Console) -> N
     for route, spent in sorted(checks.seconds.items()):
         seconds = [f"{spent[name]:.1f}" for name in ("compile", "kernel", "oracle")]
         peak = checks.peak_bytes.get(route, 0)
-        times.add_row(route, str(checks.problems[route]), str(checks.tokens[route]), *seconds, f"{peak / 2**30:.2f}" if peak else "-")
+        times.add_row(
+            route,
+            str(checks.problems[route]),
+            str(checks.tokens[route]),
+            *seconds,
+            f"{peak / 2**30:.2f}" if peak else "-",
+        )
     console.print(times)
     for where, reason in checks.not_covered.items():
         console.print(f"not covered: {where}: {reason}", style="yellow", markup=False, highlight=False)
@@ -145,10 +156,18 @@ def _replay(arguments: argparse.Namespace, console: Console) -> int:
             if failed or (status == INCOMPLETE and not all(v.klass == "NOT_COVERED" for v in verdicts)):
                 status = FINDING if failed or status == FINDING else OK
             for verdict in verdicts:
-                console.print(f"{route.id} {verdict}", style="red" if verdict.klass in FAILURES else None, markup=False, highlight=False)
+                console.print(
+                    f"{route.id} {verdict}",
+                    style="red" if verdict.klass in FAILURES else None,
+                    markup=False,
+                    highlight=False,
+                )
                 for wrong in verdict.census.worst if verdict.klass in FAILURES else ():
                     place = "".join(f"[{i}]" for i in wrong.index)
-                    console.print(f"    {place} got {wrong.got:.9g}, expected {wrong.expected:.9g}, {wrong.z:.3g} sigma", markup=False)
+                    console.print(
+                        f"    {place} got {wrong.got:.9g}, expected {wrong.expected:.9g}, {wrong.z:.3g} sigma",
+                        markup=False,
+                    )
     finally:
         runner.close()
     return status
@@ -169,5 +188,10 @@ def _routes(arguments: argparse.Namespace, console: Console) -> int:
 def _doctor(arguments: argparse.Namespace, console: Console) -> int:
     facts = doctor.examine(arguments.report)
     for fact in facts:
-        console.print(f"{'ok  ' if fact.ok else 'FAIL'} {fact.name}: {fact.value}", style=None if fact.ok else "red", markup=False, highlight=False)
+        console.print(
+            f"{'ok  ' if fact.ok else 'FAIL'} {fact.name}: {fact.value}",
+            style=None if fact.ok else "red",
+            markup=False,
+            highlight=False,
+        )
     return OK if all(fact.ok for fact in facts) else INCOMPLETE

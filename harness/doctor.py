@@ -12,7 +12,18 @@ from pathlib import Path
 import torch
 import triton
 
-PACKAGES = ("torch", "triton", "numpy", "hypothesis", "mpmath", "gmpy2", "rich", "safetensors", "pytest", "pytest-xdist")
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "hypothesis",
+    "mpmath",
+    "gmpy2",
+    "rich",
+    "safetensors",
+    "pytest",
+    "pytest-xdist",
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,9 @@ def _facts(report: Path) -> Iterator[Fact]:
     yield Fact("GPUs", ", ".join(devices) or "none")
     interpreted = bool(triton.knobs.runtime.interpret)
     yield Fact("kernels", "interpreted on the CPU" if interpreted else "compiled", interpreted or bool(devices))
-    cache = os.environ.get("KDA_CACHE_DIR") or os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache")
+    cache = (
+        os.environ.get("KDA_CACHE_DIR") or os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache")
+    )
     yield _writable("compile cache", Path(cache))
     yield _writable("report folder", report)
     yield from _smoke()
@@ -69,4 +82,8 @@ def _smoke() -> Iterator[Fact]:
     with tempfile.TemporaryDirectory() as folder:
         verdicts = Runner(own_subject(), device, Path(folder)).check("recurrent", Problem(K=4, V=4)).verdicts
     verdict = worst(verdicts)
-    yield Fact("one token, kernel against oracle", verdict.klass if verdict.klass == "OK" else str(verdict), verdict.klass == "OK")
+    yield Fact(
+        "one token, kernel against oracle",
+        verdict.klass if verdict.klass == "OK" else str(verdict),
+        verdict.klass == "OK",
+    )

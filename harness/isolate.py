@@ -1,4 +1,6 @@
-"""Authority on running foreign code: a warm child process, a watchdog, and the problem on disk before anything is launched."""
+"""Authority on running foreign code: a warm child process, a watchdog, and the problem on disk before anything is
+launched.
+"""
 
 import contextlib
 import json
@@ -36,7 +38,9 @@ class Outcome:
 
 
 class Child:
-    """A process that has loaded one subject. Started on demand, reused, replaced after a crash, a hang or a lost CUDA context."""
+    """A process that has loaded one subject. Started on demand, reused, replaced after a crash, a hang or a lost CUDA
+    context.
+    """
 
     def __init__(
         self,
@@ -72,7 +76,15 @@ class Child:
 
     def _start(self) -> Outcome | None:
         self.errors = open(Path(self.scratch.name, "stderr"), "w+b")  # noqa: SIM115  lives as long as the process
-        command = [sys.executable, "-m", "harness.child", self.subject, self.device, json.dumps(sys.path), str(int(self.pin_autotune))]
+        command = [
+            sys.executable,
+            "-m",
+            "harness.child",
+            self.subject,
+            self.device,
+            json.dumps(sys.path),
+            str(int(self.pin_autotune)),
+        ]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, start_new_session=True
         )

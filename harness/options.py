@@ -33,7 +33,9 @@ def device(text: str) -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads, value heads to each, K and V that every problem is held to: one compile key for subjects that tune for each."""
+    """Heads, value heads to each, K and V that every problem is held to: one compile key for subjects that tune for
+    each.
+    """
 
     heads: int
     group: int
@@ -45,7 +47,9 @@ def shape(text: str) -> Shape:
     """HxGxKxV, as in 2x1x64x64."""
     match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", text)
     if not match or "0" in match.groups():
-        raise argparse.ArgumentTypeError(f"shape is {text!r}; it must look like 2x1x64x64 (heads, value heads to each, K, V)")
+        raise argparse.ArgumentTypeError(
+            f"shape is {text!r}; it must look like 2x1x64x64 (heads, value heads to each, K, V)"
+        )
     return Shape(*map(int, match.groups()))
 
 
@@ -67,14 +71,25 @@ class Option:
 
 
 OPTIONS = (
-    Option("subject", "implementation under test: kda, fla, a registered name, or module[:attribute] (default: KDA_SUBJECT, else kda)", metavar="NAME"),
+    Option(
+        "subject",
+        "implementation under test: kda, fla, a registered name, or module[:attribute] (default: KDA_SUBJECT, "
+        "else kda)",
+        metavar="NAME",
+    ),
     Option("routes", "only routes that match this glob", "*", metavar="GLOB"),
     Option("families", "only families that match this glob", "*", metavar="GLOB"),
     Option("device", "cpu, cuda or cuda:i (default: a GPU if there is one)", type=device, metavar="DEVICE"),
     Option("budget", "stop after this long: 30s, 20m, 8h (default: the profile's)", type=seconds, metavar="TIME"),
     Option("seed", "seed of generated problems", 0, type=int, metavar="N"),
     Option("profile", "how much to try", "dev", choices=tuple(PROFILES)),
-    Option("shape", "hold every problem to HxGxKxV: one compile key, for subjects that tune for each", type=shape, metavar="SHAPE", pytest=False),
+    Option(
+        "shape",
+        "hold every problem to HxGxKxV: one compile key, for subjects that tune for each",
+        type=shape,
+        metavar="SHAPE",
+        pytest=False,
+    ),
     Option("json", "also write the results as JSON to this file", type=Path, metavar="FILE", pytest=False),
     Option("report", "folder for findings and results", Path("report"), type=Path, metavar="DIR"),
 )

@@ -24,7 +24,9 @@ SOURCES = {"io": "q", "g": "g", "beta": "beta"}  # formats that follow the dtype
 
 
 def resolved(fmt: str, inputs: Mapping[str, Tensor | None]) -> str:
-    """The format that a PrecisionSpec means by `fmt` in this call; `dot` is that of a matrix product: tf32 for fp32 tensors."""
+    """The format that a PrecisionSpec means by `fmt` in this call; `dot` is that of a matrix product: tf32 for fp32
+    tensors.
+    """
     if fmt == "dot":
         return {"fp32": "tf32"}.get(own := FORMAT_OF_DTYPE[inputs["q"].dtype], own)
     return FORMAT_OF_DTYPE[inputs[SOURCES[fmt]].dtype] if fmt in SOURCES else fmt

@@ -1,7 +1,8 @@
 """Authority on named value patterns: what a tensor may be filled with, simplest to read first.
 
-A pattern maps (rng, shape) to float32 values. Token-wise tensors have shape `[rows, heads, D]` (rows = all tokens of the batch), beta
-`[rows, heads]`, states `[N, heads, K, V]`, A_log `[heads]`, dt_bias `[heads, K]`. Only seeded patterns use the rng.
+A pattern maps (rng, shape) to float32 values. Token-wise tensors have shape `[rows, heads, D]` (rows = all tokens of
+the batch), beta `[rows, heads]`, states `[N, heads, K, V]`, A_log `[heads]`, dt_bias `[heads, K]`. Only seeded patterns
+use the rng.
 """
 
 import math
@@ -32,7 +33,9 @@ def _onehot(rng, shape):
     """Row r has a single 1 (or -1 on odd turns), in channel r mod D."""
     out = np.zeros(shape, np.float32)
     rows = np.arange(shape[0])
-    out[rows, ..., rows % shape[-1]] = np.where((rows // shape[-1]) % 2 == 0, 1.0, -1.0).reshape(-1, *[1] * (len(shape) - 2))
+    out[rows, ..., rows % shape[-1]] = np.where((rows // shape[-1]) % 2 == 0, 1.0, -1.0).reshape(
+        -1, *[1] * (len(shape) - 2)
+    )
     return out
 
 
@@ -107,7 +110,9 @@ def _dyadic_gate(rng, shape):
 
 
 def _time_constants(rng, shape):
-    """Decay constant over time, its time constant log-uniform in [2, 10 T] per channel: long memories beside short ones."""
+    """Decay constant over time, its time constant log-uniform in [2, 10 T] per channel: long memories beside short
+    ones.
+    """
     limit = math.log(max(10 * shape[0], 4) / 2)
     tau = 2 * np.exp(rng.random((1, *shape[1:])) * limit)
     return np.broadcast_to(-1 / tau, shape).astype(np.float32).copy()

@@ -1,4 +1,6 @@
-"""Authority on problems: what a test input is, how it is written down, and how its tensors come out the same everywhere."""
+"""Authority on problems: what a test input is, how it is written down, and how its tensors come out the same
+everywhere.
+"""
 
 import json
 import math
@@ -18,14 +20,27 @@ GATES = ("pregated", "softplus", "lower_bound")
 LOSSES = ("both", "o", "state", "none")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OFFSETS = {"int64": torch.int64, "int32": torch.int32}
-STREAMS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "h0", "do", "dht")  # position = stream of the seed; only append
+STREAMS = (
+    "q",
+    "k",
+    "v",
+    "g",
+    "beta",
+    "A_log",
+    "dt_bias",
+    "h0",
+    "do",
+    "dht",
+)  # position = stream of the seed; only append
 MAX_JSON_BYTES = 2**20
 MAX_TOKENS, MAX_HEADS, MAX_DIM, MAX_EDITS = 2**21, 4096, 256, 64
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One element set by hand after everything else: `tensor` is a stream name, `index` counts in the tensor's own layout."""
+    """One element set by hand after everything else: `tensor` is a stream name, `index` counts in the tensor's own
+    layout.
+    """
 
     tensor: str
     index: tuple[int, ...]
@@ -34,9 +49,11 @@ class Edit:
 
 @dataclass(frozen=True)
 class Problem:
-    """An input of the operator in plain scalars and names, structure first; the defaults are the simplest problem there is.
+    """An input of the operator in plain scalars and names, structure first; the defaults are the simplest problem
+    there is.
 
-    `lengths`: one per sequence; equal ones make a dense batch unless `packed`. `tail`: tokens after the last packed sequence. HV =
+    `lengths`: one per sequence; equal ones make a dense batch unless `packed`. `tail`: tokens after the last packed
+    sequence. HV =
     heads * group. `loss`: which outputs gradients come from.
     """
 
@@ -101,13 +118,30 @@ class Problem:
         for name, high in (("heads", MAX_HEADS), ("group", MAX_HEADS), ("K", MAX_DIM), ("V", MAX_DIM)):
             if not integer(getattr(self, name), 1, high):
                 yield name, getattr(self, name), f"an integer in 1..{high}"
-        menus = {"entry": ENTRIES, "gate": GATES, "loss": LOSSES, "dtype": DTYPES, "gate_dtype": DTYPES, "offsets": OFFSETS}
+        menus = {
+            "entry": ENTRIES,
+            "gate": GATES,
+            "loss": LOSSES,
+            "dtype": DTYPES,
+            "gate_dtype": DTYPES,
+            "offsets": OFFSETS,
+        }
         menus |= {"chunk_size": (32, 64)} | {name: menu for name, menu in self.menus().items()}
         for name, menu in menus.items():
             value = getattr(self, name)
             if value not in menu and not (value is None and name in ("A_log", "dt_bias")):
                 yield name, value, f"one of {', '.join(map(str, menu))}"
-        for name in ("packed", "safe_gate", "l2norm", "beta_sigmoid", "neg_eigval", "initial_state", "final_state", "v_first", "intermediates"):
+        for name in (
+            "packed",
+            "safe_gate",
+            "l2norm",
+            "beta_sigmoid",
+            "neg_eigval",
+            "initial_state",
+            "final_state",
+            "v_first",
+            "intermediates",
+        ):
             if type(getattr(self, name)) is not bool:
                 yield name, getattr(self, name), "True or False"
         bound = self.lower_bound
@@ -171,7 +205,11 @@ class Problem:
             document = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"problem JSON cannot be read: {error}") from None
-        if not isinstance(document, dict) or document.get("schema") != 1 or not isinstance(document.get("problem"), dict):
+        if (
+            not isinstance(document, dict)
+            or document.get("schema") != 1
+            or not isinstance(document.get("problem"), dict)
+        ):
             raise ValueError('problem JSON must be {"schema": 1, "problem": {...}, "found": {...}}')
         given = dict(document["problem"])
         unknown = set(given) - {field.name for field in fields(cls)}
@@ -180,7 +218,8 @@ class Problem:
         try:
             given["lengths"] = tuple(given.get("lengths", (1,)))
             given["edits"] = tuple(
-                Edit(str(e["tensor"]), tuple(int(i) for i in e["index"]), float(e["value"])) for e in given.get("edits", ())
+                Edit(str(e["tensor"]), tuple(int(i) for i in e["index"]), float(e["value"]))
+                for e in given.get("edits", ())
             )
             return cls(**given)
         except (TypeError, KeyError) as error:
@@ -208,7 +247,9 @@ class Case:
 
 
 def materialise(problem: Problem, device: torch.device | str = "cpu") -> Case:
-    """The tensors of a problem, each from its own stream of the seed, rounded to its dtype: the same on every machine."""
+    """The tensors of a problem, each from its own stream of the seed, rounded to its dtype: the same on every
+    machine.
+    """
     B, T = problem.batch
     HV, K, V = problem.value_heads, problem.K, problem.V
     io, gate_dtype = DTYPES[problem.dtype], DTYPES[problem.gate_dtype]
@@ -236,7 +277,8 @@ def materialise(problem: Problem, device: torch.device | str = "cpu") -> Case:
     if problem.loss in ("both", "state") and problem.final_state and problem.entry != "gate":
         made["dht"] = _state(problem, _values(problem, "dht", (sequences, HV, K, V)))
     inputs: dict[str, Tensor | None] = {
-        name: torch.from_numpy(np.ascontiguousarray(x)).to(device).to(dtypes.get(name, torch.float32)) for name, x in made.items()
+        name: torch.from_numpy(np.ascontiguousarray(x)).to(device).to(dtypes.get(name, torch.float32))
+        for name, x in made.items()
     }
     if problem.packed:
         offsets = np.concatenate([[0], np.cumsum(problem.lengths, dtype=np.int64)])

@@ -7,7 +7,9 @@ from hypothesis import HealthCheck, Phase, settings
 
 @dataclass(frozen=True)
 class Profile:
-    """`generated`: problems drawn per family and route, besides its examples. `budget`: seconds unless --budget says otherwise."""
+    """`generated`: problems drawn per family and route, besides its examples. `budget`: seconds unless --budget says
+    otherwise.
+    """
 
     name: str
     generated: int
@@ -28,7 +30,9 @@ EXAMPLES = {"dev": 15, "ci": 15, "sweep": 200, "nightly": 2000}
 
 
 def register() -> None:
-    """Make the profiles known to Hypothesis under the same names; ci draws the same problems every time and keeps no database."""
+    """Make the profiles known to Hypothesis under the same names; ci draws the same problems every time and keeps no
+    database.
+    """
     common = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
     for name, examples in EXAMPLES.items():
         stable = {"derandomize": True, "database": None} if name == "ci" else {}

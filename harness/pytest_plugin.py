@@ -1,4 +1,6 @@
-"""The harness inside pytest: its options, the repaired interpreter, Hypothesis profiles, and a header that says what is tested where."""
+"""The harness inside pytest: its options, the repaired interpreter, Hypothesis profiles, and a header that says what
+is tested where.
+"""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Authority on what a run leaves behind: findings on disk the moment they are found, and one result document per run."""
+"""Authority on what a run leaves behind: findings on disk once found, and one result document per run."""
 
 import hashlib
 import json
@@ -103,7 +103,9 @@ class Report:
             probe.write_text("")
             probe.unlink()
         except OSError as error:
-            raise StorageError(f"report is {str(self.root)!r}; it must be a folder that can be written to ({error})") from None
+            raise StorageError(
+                f"report is {str(self.root)!r}; it must be a folder that can be written to ({error})"
+            ) from None
 
     def save(self, finding: Finding) -> Finding:
         """Write problem.json of a finding; saving it again replaces the problem by a smaller one, atomically."""
@@ -153,7 +155,9 @@ def _number(x: float) -> float | str:
     return x if x == x and abs(x) != float("inf") else str(x)
 
 
-def document(env: dict, subject: str, seed: int, rows: Iterable[Row], findings: Iterable[Finding], coverage: dict) -> dict:
+def document(
+    env: dict, subject: str, seed: int, rows: Iterable[Row], findings: Iterable[Finding], coverage: dict
+) -> dict:
     """The result JSON of one run."""
     return {
         "schema": 1,

@@ -11,8 +11,6 @@ from harness.problem import Problem, materialise
 from harness.subject import NotCovered, Route, RouteDidNotRun, Subject, call
 from harness.verdict import Verdict, judge
 
-
-
 SMALL_STEPS = 2e7  # tokens x heads x K x V up to which the oracle is faster on the CPU than a launch per operation
 
 
@@ -53,7 +51,9 @@ class Runner:
             self.child.close()
 
     def check(self, route_id: str, problem: Problem, repeat: bool = False, seed: int = 0) -> Checked:
-        """Verdicts for every quantity of the problem; with `repeat`, the call is made twice and must agree bit by bit."""
+        """Verdicts for every quantity of the problem; with `repeat`, the call is made twice and must agree bit by
+        bit.
+        """
         route = self.subject.route(route_id, problem.entry)
         checked = Checked(problem, route_id)
         outcome = self._run(route, problem)
@@ -64,7 +64,8 @@ class Runner:
         checked.verdicts = _without_numbers(outcome) or []
         if outcome.status == "ran":
             checked.verdicts += [
-                Verdict("inputs", "BUG", math.inf, "modified", f"the call changed its argument {name}") for name in outcome.modified
+                Verdict("inputs", "BUG", math.inf, "modified", f"the call changed its argument {name}")
+                for name in outcome.modified
             ]
             checked.verdicts += _differences(outcome, again)
             started = time.perf_counter()
@@ -111,7 +112,9 @@ class Runner:
 
 def _without_numbers(outcome: Outcome) -> list[Verdict] | None:
     """The verdict on a call that returned nothing to look at."""
-    klass = {"crash": "CRASH", "hang": "HANG", "not_covered": "NOT_COVERED", "unproven": "NOT_COVERED"}.get(outcome.status)
+    klass = {"crash": "CRASH", "hang": "HANG", "not_covered": "NOT_COVERED", "unproven": "NOT_COVERED"}.get(
+        outcome.status
+    )
     if klass is None:
         return None
     ratio = 0.0 if klass == "NOT_COVERED" else math.inf
@@ -122,7 +125,11 @@ def _differences(first: Outcome, second: Outcome | None) -> list[Verdict]:
     if second is None:
         return []
     if second.status != "ran":
-        return [Verdict("call", "NONDETERMINISTIC", math.inf, "repeat", f"the second call: {second.status}, {second.message}")]
+        return [
+            Verdict(
+                "call", "NONDETERMINISTIC", math.inf, "repeat", f"the second call: {second.status}, {second.message}"
+            )
+        ]
     out = []
     for name, x in first.outputs.items():
         y = second.outputs[name]

@@ -1,4 +1,6 @@
-"""Authority on making a failing problem smaller: fields go to simpler values, as long as the same quantity fails in the same class."""
+"""Authority on making a failing problem smaller: fields go to simpler values, as long as the same quantity fails in
+the same class.
+"""
 
 import time
 from collections.abc import Callable, Iterator

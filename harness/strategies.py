@@ -1,4 +1,6 @@
-"""Authority on generating problems with Hypothesis: structure first, named patterns, so that what fails shrinks to something readable."""
+"""Authority on generating problems with Hypothesis: structure first, named patterns, so that what fails shrinks to
+something readable.
+"""
 
 from hypothesis import strategies as st
 
@@ -47,7 +49,9 @@ def problems(draw, family: Family, entry: str, longest: int = 66) -> Problem:
     safe = entry == "chunk" and flag("safe_gate") and gate != "softplus"
     structure |= {
         "gate": gate,
-        "lower_bound": draw(st.sampled_from((-5.0, -1.0, -0.25)), label="lower_bound") if gate == "lower_bound" else None,
+        "lower_bound": draw(st.sampled_from((-5.0, -1.0, -0.25)), label="lower_bound")
+        if gate == "lower_bound"
+        else None,
         "safe_gate": safe,
     }
     if not gate_entry:

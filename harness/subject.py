@@ -1,4 +1,6 @@
-"""Authority on implementations under test: how each is found by name, what it can do, and how a problem becomes a call of it."""
+"""Authority on implementations under test: how each is found by name, what it can do, and how a problem becomes a
+call of it.
+"""
 
 import contextlib
 import importlib
@@ -18,7 +20,16 @@ from harness.bits import differing_bytes
 from harness.problem import Case, Problem
 from kda.precision import PrecisionSpec
 
-DIFFERENTIABLE = {"q": "dq", "k": "dk", "v": "dv", "g": "dg", "beta": "dbeta", "A_log": "dA_log", "dt_bias": "ddt_bias", "initial_state": "dh0"}
+DIFFERENTIABLE = {
+    "q": "dq",
+    "k": "dk",
+    "v": "dv",
+    "g": "dg",
+    "beta": "dbeta",
+    "A_log": "dA_log",
+    "dt_bias": "ddt_bias",
+    "initial_state": "dh0",
+}
 ENTRY_OF_NAME = {"chunk_kda": "chunk", "fused_recurrent_kda": "recurrent", "fused_kda_gate": "gate"}
 ENTRY_POINTS = "kda.subjects"
 
@@ -68,7 +79,8 @@ class Subject:
 
 @dataclass
 class Run:
-    """What a call returned: outputs by quantity, seconds (and those of them that Triton's compiler took), inputs that were changed,
+    """What a call returned: outputs by quantity, seconds (and those of them that Triton's compiler took), inputs that
+    were changed,
 
     peak bytes on a GPU."""
 
@@ -164,7 +176,9 @@ def _forward_backward(route: Route, case: Case, leaves: Mapping[str, Tensor], gr
         roots = [(root, grad) for root, grad in roots if root is not None and root.requires_grad]
         if not roots:
             raise NotCovered("its outputs carry no gradient")
-        grads = torch.autograd.grad([r for r, _ in roots], list(leaves.values()), [g for _, g in roots], allow_unused=True)
+        grads = torch.autograd.grad(
+            [r for r, _ in roots], list(leaves.values()), [g for _, g in roots], allow_unused=True
+        )
         # An input that did not take part has gradient zero, as autograd itself says with materialize_grads.
         outputs |= {
             DIFFERENTIABLE[n]: torch.zeros_like(leaf) if g is None else g for (n, leaf), g in zip(leaves.items(), grads)
@@ -208,7 +222,9 @@ _CHUNK_STAGES = {
 
 
 def foreign_specs() -> dict[str, PrecisionSpec]:
-    """What kernels with fla's signatures are taken to round, unless a subject declares better: `dot` is tf32 for fp32 tensors."""
+    """What kernels with fla's signatures are taken to round, unless a subject declares better: `dot` is tf32 for fp32
+    tensors.
+    """
     chunk = _CHUNK_STAGES
     return {
         "chunk-safe_gate": PrecisionSpec("chunk", chunk, chunk=64, diagonal="anchor", inverse="substitution"),
@@ -225,20 +241,24 @@ def _accepts(function: Callable) -> Callable[[Problem], str | None]:
 
     def lacks(problem: Problem) -> str | None:
         parameters_of_gate = {"A_log": problem.A_log is not None, "dt_bias": problem.dt_bias is not None}
-        needed = parameters_of_gate if problem.entry == "gate" else {
-            "A_log": problem.A_log is not None,
-            "dt_bias": problem.dt_bias is not None,
-            "use_qk_l2norm_in_kernel": problem.l2norm,
-            "use_gate_in_kernel": problem.gate != "pregated",
-            "use_beta_sigmoid_in_kernel": problem.beta_sigmoid,
-            "allow_neg_eigval": problem.neg_eigval,
-            "lower_bound": problem.lower_bound is not None,
-            "state_v_first": problem.v_first,
-            "cu_seqlens": problem.packed,
-            "safe_gate": problem.safe_gate,
-            "return_intermediate_states": problem.intermediates,
-            "initial_state": problem.initial_state,
-        }
+        needed = (
+            parameters_of_gate
+            if problem.entry == "gate"
+            else {
+                "A_log": problem.A_log is not None,
+                "dt_bias": problem.dt_bias is not None,
+                "use_qk_l2norm_in_kernel": problem.l2norm,
+                "use_gate_in_kernel": problem.gate != "pregated",
+                "use_beta_sigmoid_in_kernel": problem.beta_sigmoid,
+                "allow_neg_eigval": problem.neg_eigval,
+                "lower_bound": problem.lower_bound is not None,
+                "state_v_first": problem.v_first,
+                "cu_seqlens": problem.packed,
+                "safe_gate": problem.safe_gate,
+                "return_intermediate_states": problem.intermediates,
+                "initial_state": problem.initial_state,
+            }
+        )
         missing = [name for name, wanted in needed.items() if wanted and name not in parameters]
         return None if anything or not missing else f"has no argument {', '.join(missing)}"
 
@@ -258,14 +278,21 @@ def _and(*checks: Callable[[Problem], str | None]) -> Callable[[Problem], str | 
 
 
 def signature_subject(name: str, functions: Mapping[str, Callable], version: str = "") -> Subject:
-    """A subject from callables with fla's signatures, by entry; `precision` on a function overrides the assumed PrecisionSpec."""
+    """A subject from callables with fla's signatures, by entry; `precision` on a function overrides the assumed
+    PrecisionSpec.
+    """
     specs, routes = foreign_specs(), []
     for entry, function in functions.items():
         lacks, known = _accepts(function), _only_known(function)
         declared = getattr(function, "precision", None)
         if entry == "chunk":
-            safe = _and(lacks, lambda problem: None if problem.safe_gate else "the safe_gate path takes safe_gate problems")
-            free = _and(lacks, lambda problem: "the unbounded path takes problems without safe_gate" if problem.safe_gate else None)
+            safe = _and(
+                lacks, lambda problem: None if problem.safe_gate else "the safe_gate path takes safe_gate problems"
+            )
+            free = _and(
+                lacks,
+                lambda problem: "the unbounded path takes problems without safe_gate" if problem.safe_gate else None,
+            )
             routes.append(Route("chunk-safe_gate", entry, known, declared or specs["chunk-safe_gate"], safe))
             routes.append(Route("chunk-unbounded", entry, known, declared or specs["chunk-unbounded"], free))
         else:
@@ -304,14 +331,18 @@ def _from_object(name: str, value: object) -> Subject:
     if callable(value):
         entry = getattr(value, "entry", None) or ENTRY_OF_NAME[value.__name__]
         return signature_subject(name, {entry: value})
-    functions = {entry: getattr(value, attr) for attr, entry in ENTRY_OF_NAME.items() if callable(getattr(value, attr, None))}
+    functions = {
+        entry: getattr(value, attr) for attr, entry in ENTRY_OF_NAME.items() if callable(getattr(value, attr, None))
+    }
     if not functions:
         raise ValueError(f"subject is {name!r}, which has none of {', '.join(ENTRY_OF_NAME)}")
     return signature_subject(name, functions, str(getattr(value, "__version__", "")))
 
 
 def load_subject(name: str | None = None) -> Subject:
-    """`kda`, `fla`, a name registered under the entry point group `kda.subjects`, `module` or `module:attribute`; default KDA_SUBJECT."""
+    """`kda`, `fla`, a name registered under the entry point group `kda.subjects`, `module` or `module:attribute`;
+    default KDA_SUBJECT.
+    """
     name = name or os.environ.get("KDA_SUBJECT") or "kda"
     if name == "kda":
         return own_subject()
@@ -324,7 +355,9 @@ def load_subject(name: str | None = None) -> Subject:
     try:
         value: object = importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(f"subject is {name!r}; it must be kda, fla, a registered name or module[:attribute] ({error})") from None
+        raise ValueError(
+            f"subject is {name!r}; it must be kda, fla, a registered name or module[:attribute] ({error})"
+        ) from None
     for part in filter(None, attribute.split(".")):
         if not hasattr(value, part):
             raise ValueError(f"subject is {name!r}, but {module} has no attribute {attribute}")

@@ -33,12 +33,13 @@ def chunk_kda(
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """KDA over whole sequences: (o `[B, T, HV, V]`, final state or None), and the intermediate states if asked for.
 
-    Tensors and gates as in `fused_recurrent_kda`. `safe_gate` promises natural-log gates in [-5, 0] (with the in-kernel gate it needs a
-    `lower_bound` in [-5, 0)); it chooses an implementation, never a result. `return_intermediate_states` adds the state at the start of
-    every `chunk_size`-token (32 or 64) chunk, `[B, NT, HV, K, V]` fp32 without gradient, chunks of packed sequences one sequence after
-    the other; on a GPU that needs the number of chunks, read from `cu_seqlens_cpu` or, without it, from the device.
-    `disable_recompute` trades memory for time where a route can; results are the same. Raises ValueError or TypeError naming the
-    argument, before any kernel runs.
+    Tensors and gates as in `fused_recurrent_kda`. `safe_gate` promises natural-log gates in [-5, 0] (with the in-kernel
+    gate it needs a `lower_bound` in [-5, 0)); it chooses an implementation, never a result.
+    `return_intermediate_states` adds the state at the start of every `chunk_size`-token (32 or 64) chunk, `[B, NT, HV,
+    K, V]` fp32 without gradient (`[B, NT, HV, V, K]` with `state_v_first`), chunks of packed sequences one sequence
+    after the other; on a GPU that needs the number of chunks, read from `cu_seqlens_cpu` or, without it, from the
+    device. `disable_recompute` trades memory for time where a route can; results are the same. Raises ValueError or
+    TypeError naming the argument, before any kernel runs.
     """
     if cp_context is not None:
         contract.refuse("cp_context", type(cp_context).__name__, "None: context parallelism is not there yet")

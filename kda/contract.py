@@ -1,5 +1,6 @@
 """Authority on what a legal call is: one place, one wording, and every refusal before any kernel runs."""
 
+import itertools
 import os
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -30,7 +31,8 @@ def default_scale(q: Tensor, scale: float | None) -> float:
 class Call:
     """One validated call of the operator; every route is handed exactly this.
 
-    q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g `[B, T, HV, K]`, beta `[B, T, HV]`, states `[N, HV, K, V]` fp32 (`[N, HV, V, K]` V-first).
+    q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g `[B, T, HV, K]`, beta `[B, T, HV]`, states `[N, HV, K, V]` fp32
+    (`[N, HV, V, K]` V-first).
     """
 
     entry: str
@@ -98,7 +100,7 @@ class Call:
         return self.q.shape[1] // self.chunk_size + self.sequences
 
     def chunks_per_row(self) -> int:
-        """Chunks of one row of the batch; for packed tensors on a GPU read from `cu_seqlens_cpu`, or awaited without it."""
+        """Chunks of one row of the batch; packed on a GPU: from `cu_seqlens_cpu`, or by waiting for the device."""
         if self.cu_seqlens is None:
             return -(-self.q.shape[1] // self.chunk_size)
         offsets = self.cu_seqlens if self.cu_seqlens_cpu is None else self.cu_seqlens_cpu
@@ -298,7 +300,7 @@ def _check_offsets_copy(cpu: object, cu: Tensor) -> None:
 def _check_offset_values(name: str, offsets: list[int], tokens: int) -> None:
     if offsets[0] != 0:
         refuse(f"{name}[0]", offsets[0], "0")
-    for i, (a, b) in enumerate(zip(offsets, offsets[1:])):
+    for i, (a, b) in enumerate(itertools.pairwise(offsets)):
         if b < a:
             refuse(f"{name}[{i + 1}]", b, f"at least {name}[{i}] = {a}")
     if offsets[-1] > tokens:

@@ -14,7 +14,8 @@ ENTRIES: dict[str, Callable] = {entry.__name__: entry for entry in (chunk_kda, f
 def explain(entry: Callable | str, *args: object, **kwargs: object) -> Explanation:
     """The route that `entry(*args, **kwargs)` would take and the reasons of those that refused; nothing is launched.
 
-    `entry` is one of chunk_kda, fused_recurrent_kda, fused_kda_gate, or its name. A call outside the contract raises as it would.
+    `entry` is one of chunk_kda, fused_recurrent_kda, fused_kda_gate, or its name. A call outside the contract raises as
+    it would.
     """
     name = entry if isinstance(entry, str) else getattr(entry, "__name__", repr(entry))
     if name not in ENTRIES:

@@ -84,7 +84,7 @@ def _allocate(call: Call, shape: tuple[int, ...] | torch.Size, dtype: torch.dtyp
 
 
 def _recurrent_forward(call: Call, keep_states: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """o, the final state if asked for, and the states before every `chunk_size`-th token (upper-bound number of slots)."""
+    """o, the final state if asked for, and the states before every `chunk_size`-th token (in `chunk_bound` slots)."""
     _, _, H, HV, K, V = call.shape
     o = _allocate(call, call.v.shape, call.q.dtype)
     new_state = lambda n: torch.empty(n, *call.state_shape[1:], dtype=torch.float32, device=call.q.device)  # noqa: E731
@@ -121,7 +121,7 @@ def _recurrent_forward(call: Call, keep_states: bool) -> tuple[Tensor, Tensor | 
 
 
 def _sum_heads(call: Call, partial: Tensor, x: Tensor | None, out: Tensor, group: int) -> Tensor:
-    """Sum partial `[NV, rows, H * group, K]` over tiles and group into `out` `[B, T, H, K]`, through l2norm of x if given."""
+    """Sum partial `[NV, rows, H * group, K]` over tiles and group into out `[B, T, H, K]`, through the l2norm of x."""
     B, T, H, K = out.shape
     if out.numel():
         record.note(ROUTE, "kda_sum_heads_kernel", BT=SUM_TOKENS)
@@ -279,10 +279,12 @@ def fused_recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """KDA token by token: (o `[B, T, HV, V]` in q's dtype, final state fp32 or None), with gradients for every tensor.
 
-    q, k `[B, T, H, K]`; v `[B, T, HV, V]`, HV a multiple of H; g `[B, T, HV, K]`, natural-log decay <= 0 (-inf resets), or the raw gate
-    with `use_gate_in_kernel` (see `fused_kda_gate` for A_log, dt_bias, lower_bound); beta `[B, T, HV]`; states `[N, HV, K, V]`, or
-    `[N, HV, V, K]` with `state_v_first`; cu_seqlens `[N + 1]` packs N sequences into a batch of one. bf16, fp16 or fp32; K, V in
-    1..256; scale defaults to K^-1/2. Raises ValueError or TypeError naming the argument, before any kernel runs.
+    q, k `[B, T, H, K]`; v `[B, T, HV, V]`, HV a multiple of H; g `[B, T, HV, K]`, natural-log decay <= 0 (-inf resets),
+    or the raw gate with `use_gate_in_kernel` (see `fused_kda_gate` for A_log, dt_bias, lower_bound); beta `[B, T, HV]`,
+    logits with `use_beta_sigmoid_in_kernel` (sigmoid, doubled by `allow_neg_eigval`); `use_qk_l2norm_in_kernel` divides
+    rows of q and k by sqrt(sum x^2 + 1e-6); states `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; cu_seqlens
+    `[N + 1]` packs N sequences into a batch of one, and rows after the last of them give zeros. bf16, fp16 or fp32; K,
+    V in 1..256; scale defaults to K^-1/2. Raises ValueError or TypeError naming the argument, before any kernel runs.
     """
     call = Call(
         entry="recurrent",

@@ -17,10 +17,10 @@ PRECISION = PrecisionSpec(
 )
 
 # NOTE [Gate extremes]
-# exp(A_log) may be as large as 1e38 while the factor beside it is below the smallest fp32 number: their product is then an
-# ordinary number that neither factor can express. Wherever a factor exp(-y) is about to leave the normal range (y > 80) the
-# two exponents are added first: exp(A_log - y). Where a factor is exactly 0 the other may be inf: the product is selected
-# to be 0, as the limit is, never computed.
+# exp(A_log) may be as large as 1e38 while the factor beside it is below the smallest fp32 number: their product is then
+# an ordinary number that neither factor can express. Wherever a factor exp(-y) is about to leave the normal range (y >
+# 80) the two exponents are added first: exp(A_log - y). Where a factor is exactly 0 the other may be inf: the product
+# is selected to be 0, as the limit is, never computed.
 
 
 @triton.jit
@@ -133,7 +133,10 @@ def kda_gate_bwd_kernel(
     HAS_BIAS: tl.constexpr,
     IS_BOUNDED: tl.constexpr,
 ):
-    """dg = dy y'(g + dt_bias), and this block's sums of the unrounded terms of dA_log [blocks, HV, 2] and ddt_bias [blocks, HV, K]."""
+    """dg = dy y'(g + dt_bias), and this block's sums of the unrounded terms of dA_log and ddt_bias.
+
+    dA_partial `[blocks, HV, 2]` holds what exp(A_log) multiplies, and the rest; dbias_partial `[blocks, HV, K]`.
+    """
     i_hv = tl.program_id(0) % HV
     i_b = (tl.program_id(0) // HV).to(tl.int64)
     o_t = i_b * BT + tl.arange(0, BT)
@@ -238,8 +241,9 @@ def fused_kda_gate(
 ) -> torch.Tensor:
     """The natural-log decay (<= 0) of a raw gate, `[B, T, HV, K]`, differentiable in g, A_log and dt_bias.
 
-    Without `lower_bound`: -exp(A_log) softplus(g + dt_bias), and A_log `[HV]` is required. With it (any finite number below 0):
-    lower_bound sigmoid(exp(A_log) (g + dt_bias)), where A_log=None means a factor of 1. dt_bias is `[HV * K]`. g may be bf16, fp16 or
+    Without `lower_bound`: -exp(A_log) softplus(g + dt_bias), and A_log `[HV]` is required. With it (any number below 0
+    that is finite in fp32): lower_bound sigmoid(exp(A_log) (g + dt_bias)), where A_log=None means a factor of 1; the
+    result is in [lower_bound, 0], the bound rounded like the result. dt_bias is `[HV * K]`. g may be bf16, fp16 or
     fp32; the result has `output_dtype`. Raises ValueError or TypeError naming the argument, before any kernel runs.
     """
     return registry.dispatch(contract.validate_gate(contract.GateCall(g, A_log, dt_bias, lower_bound, output_dtype)))

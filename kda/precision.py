@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 class PrecisionSpec:
     """The rounding points of a route; the harness derives its tolerances from them.
 
-    `stages` maps a stage or an output quantity to its format: fp32, tf32, bf16, fp16, `io` (the dtype of q, k, v), `dot` (that, but tf32 for
-    fp32), `g`, `beta` (the dtype of that tensor). Stages that are not named are fp32. `excuses` names the domains in which the route may lose digits or overflow: `inf_gate`,
-    `large_cumulative_gate`, `anchor_span`, `fp16_overflow`; our own routes excuse nothing.
+    `stages` maps a stage or an output quantity to its format: fp32, tf32, bf16, fp16, `io` (the dtype of q, k, v),
+    `dot` (that, but tf32 for fp32), `g`, `beta` (the dtype of that tensor). Stages that are not named are fp32.
+    `excuses` names the domains in which the route may lose digits or overflow: `inf_gate`, `large_cumulative_gate`,
+    `anchor_span`, `fp16_overflow`; our own routes excuse nothing.
     """
 
     algorithm: str  # recurrent | chunk | gate

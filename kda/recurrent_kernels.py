@@ -1,4 +1,4 @@
-"""Authority on the recurrent kernels: one token at a time, the state in registers, exact for every gate <= 0, -inf included."""
+"""Authority on the recurrent kernels: token by token, state in registers, exact for every gate <= 0, -inf included."""
 
 import triton
 import triton.language as tl
@@ -75,8 +75,8 @@ def kda_recurrent_fwd_kernel(
 ):
     """S' = diag(exp g_t) S;  u = beta_t (v_t - S'^T k_t);  S = S' + k_t u^T;  o_t = scale S^T q_t.
 
-    One program per (sequence, value head, BV columns of V). h0, ht and h may be None; h `[slots, HV, K, V]` receives the state before
-    every `interval`-th token, sequence i_n from slot h_offsets[i_n] on.
+    One program per (sequence, value head, BV columns of V). h0, ht and h may be None; h `[slots, HV, K, V]` receives
+    the state before every `interval`-th token, sequence i_n from slot h_offsets[i_n] on.
     """
     NV = tl.cdiv(V, BV)
     i_p = tl.program_id(0).to(tl.int64)
@@ -116,7 +116,7 @@ def kda_recurrent_fwd_kernel(
     p_g = g + (i_bos * HV + i_hv) * K + o_k
     p_beta = beta + i_bos * HV + i_hv
     for i_t in range(0, length):
-        if h is not None:
+        if h is not None:  # noqa: SIM102  a compile-time branch cannot be joined to one at run time
             if i_t % interval == 0:
                 p_h = h + ((i_slot + i_t // interval) * HV + i_hv) * K * V + o_S
                 tl.store(p_h, b_S, mask=m_S)
@@ -179,14 +179,15 @@ def kda_recurrent_bwd_kernel(
     L2NORM: tl.constexpr,
     V_FIRST: tl.constexpr,
 ):
-    """D = dS + scale q do^T;  w = D^T k;  D' = D - k (beta w)^T;  dS = diag(exp g) D', from the last token to the first;
+    """D = dS + scale q do^T;  w = D^T k;  D' = D - k (beta w)^T;  dS = diag(exp g) D', from the last token back.
 
-    dq = scale S do;  dk = D u - S' (beta w);  dv = beta w;  dbeta = w . r;  dg = rowsum(D' * S')  (g: the activated gate).
+    dq = scale S do;  dk = D u - S' (beta w);  dv = beta w;  dbeta = w . r;  dg = rowsum(D' * S') of the activated gate
+    g; r = v - S'^T k.
 
-    Tiles (sequence, value head, BV columns) are dealt out to the programs in turn, so that the workspace stays bounded. The
-    states S' of one segment of `interval` tokens are recomputed from the stored state h into `workspace` [programs, interval,
-    BK, BV]. dq, dk, dg `[NV, rows, HV, K]` and dbeta `[NV, rows, HV]` are sums over one
-    tile's BV columns only; dq and dk are per value head and with respect to the normalised rows.
+    Tiles (sequence, value head, BV columns) are dealt out to the programs in turn, so that the workspace stays bounded.
+    The states S' of one segment of `interval` tokens are recomputed from the stored state h into `workspace`
+    `[programs, interval, BK, BV]`. dq, dk, dg `[NV, rows, HV, K]` and dbeta `[NV, rows, HV]` are sums over one tile's
+    BV columns only; dq and dk are per value head and with respect to the normalised rows.
     """
     NV = tl.cdiv(V, BV)
     for i_tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -284,9 +285,9 @@ def kda_sum_heads_kernel(
     BK: tl.constexpr,
     L2NORM: tl.constexpr,
 ):
-    """dy = sum of partial `[NV, rows, H * G, K]` over NV and the G value heads of a query head; dx = dy, or if normalised
+    """dy = sum of partial `[NV, rows, H * G, K]` over NV and the G value heads of a query head; dx = dy.
 
-    dx = (dy - y (y . dy)) / n with n = sqrt(sum x^2 + 1e-6), y = x / n.
+    If x is normalised: dx = (dy - y (y . dy)) / n with n = sqrt(sum x^2 + 1e-6), y = x / n.
     """
     i_h = tl.program_id(0) % H
     rows = tl.cast(rows, tl.int64)

@@ -1,4 +1,4 @@
-"""Authority on which implementation serves a call: the registry, its verifiers, forcing and forbidding, and `explain`."""
+"""Authority on which implementation serves a call: the registry, its verifiers, forcing, forbidding, and `explain`."""
 
 import contextlib
 import os

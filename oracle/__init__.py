@@ -1,4 +1,4 @@
-"""The truth about KDA: float64 and mpmath references and the envelope of what rounding may change. Knows no GPU and no kernel."""
+"""Authority on the truth about KDA: float64 and mpmath references, and what rounding may change. Knows no kernel."""
 
 from oracle.operator import Options, evaluate, evaluate_gate
 from oracle.rounding import EXACT, RandomGrids, Rounding, ToFormat

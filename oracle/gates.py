@@ -1,10 +1,11 @@
-"""Authority on everything before the recurrence: gate activations, beta modes, q/k normalisation, and their adjoints in float64.
+"""Authority on what precedes the recurrence: gate activations, beta modes, q/k normalisation, and their adjoints.
 
-Tensors are token-major with a leading replica dimension: `[M, tokens, heads, D]`. Each function returns the value and a closure that
-maps the gradient of that value to the gradients of what went in.
+All in float64, token-major with a leading replica dimension: `[M, tokens, heads, D]`. Each function returns the value
+and a closure that maps the gradient of that value to the gradients of what went in.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from oracle.rounding import Rounding
 
 L2NORM_EPS = 1e-6
+TAIL = 40.0  # beyond it softplus(-y) and sigmoid(-y) are exp(-y) to the last bit of float64
 
 
 def softplus(z: Tensor) -> Tensor:
@@ -30,33 +32,71 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.where((a == 0) | (b == 0), 0.0, a * b)
 
 
-def l2norm(x: Tensor, site: str, rounding: Rounding) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """y = x / sqrt(sum x^2 + 1e-6) over the last axis; dx = (dy - y (y . dy)) / sqrt(...)."""
+def _round(rounding: Rounding, site: str, x: Tensor, fmt: str = "fp32") -> Tensor:
+    """x rounded at `site` where it is finite; infinities stay."""
+    finite = torch.isfinite(x)
+    return torch.where(finite, rounding.round(site, torch.where(finite, x, 0.0), fmt), x)
+
+
+def l2norm(
+    x: Tensor, site: str, rounding: Rounding, storage: str = "fp32"
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """y = x / sqrt(sum x^2 + 1e-6) over the last axis; dx = (dy - y (y . dy)) / sqrt(...). y is kept in `storage`."""
     squares = (x * x).sum(-1, keepdim=True)
     inverse = 1 / torch.sqrt(rounding.accumulate(f"{site}.squares", squares, squares) + L2NORM_EPS)
     inverse = inverse * rounding.constant(f"{site}.rsqrt", 2.0**-23, x)
-    y = rounding.round(f"{site}.norm", x * inverse, "fp32")
+    y = rounding.round(f"{site}.norm", x * inverse, storage)
 
     def adjoint(dy: Tensor) -> Tensor:
-        along = rounding.accumulate(f"{site}.along", (y * dy).sum(-1, keepdim=True), (y * dy).abs().sum(-1, keepdim=True))
-        return rounding.round(f"{site}.dx", inverse * (dy - rounding.round(f"{site}.tangent", y * along, "fp32")), "fp32")
+        terms = y * dy
+        along = rounding.accumulate(f"{site}.along", terms.sum(-1, keepdim=True), terms.abs().sum(-1, keepdim=True))
+        across = dy - rounding.round(f"{site}.tangent", y * along, "fp32")
+        return rounding.round(f"{site}.dx", inverse * across, "fp32")
 
     return y, adjoint
 
 
 def activate_beta(
-    beta: Tensor, use_sigmoid: bool, doubled: bool, rounding: Rounding
+    beta: Tensor, use_sigmoid: bool, doubled: bool, rounding: Rounding, storage: str = "fp32"
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """beta as it is, sigmoid(beta), or 2 sigmoid(beta)."""
+    """beta as it is, sigmoid(beta), or 2 sigmoid(beta). A slope formed as p (1 - p) errs as in `_bounded_curve`."""
     if not use_sigmoid:
         return beta, lambda dbeta: dbeta
     factor = 2.0 if doubled else 1.0
     y = factor * torch.sigmoid(beta)
     slope = factor * sigmoid_slope(beta)
-    return (
-        rounding.accumulate("beta.sigmoid", y, y, 22),
-        lambda dbeta: rounding.accumulate("beta.slope", dbeta * slope, (dbeta * y).abs(), 22),
-    )
+
+    def adjoint(dbeta: Tensor) -> Tensor:
+        magnitude = dbeta.abs() * torch.minimum(y, slope * 2.0**22)
+        return rounding.accumulate("beta.slope", dbeta * slope, magnitude, 22)
+
+    return rounding.round("beta.store", rounding.accumulate("beta.sigmoid", y, y, 22), storage), adjoint
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """An activation and its derivatives: `g`, dg/dz, dg/dA_log, like z."""
+
+    g: Tensor
+    dz: Tensor
+    dA: Tensor
+
+
+def _softplus_curve(z: Tensor, A: Tensor, rate: Tensor, rounding: Rounding) -> _Curve:
+    """g = -e^A softplus(z). Far down it is -e^(A + z), of which neither factor need be representable."""
+    far = z < -TAIL
+    small = torch.exp(_round(rounding, "gate.exponent", A + z))
+    g = -torch.where(far, small, rate * softplus(z))
+    return _Curve(g, -torch.where(far, small, rate * torch.sigmoid(z)), g)
+
+
+def _bounded_curve(z: Tensor, A: Tensor, rate: Tensor, bound: float, rounding: Rounding) -> _Curve:
+    """g = bound sigmoid(e^A z). A slope formed as p (1 - p) cancels: it errs by roundoffs of p, or is 0 for p = 1."""
+    x = _round(rounding, "gate.x", _product(rate, z))
+    p, slope = torch.sigmoid(x), sigmoid_slope(x)
+    error = rounding.accumulate("gate.cancellation", slope, torch.minimum(p, slope * 2.0**21), 21) - slope
+    steep = torch.where(x.abs() > TAIL, torch.exp(A - x.abs()), slope * rate) + _product(error, rate)
+    return _Curve(bound * p, bound * steep, bound * _product(slope + error, x))
 
 
 def activate_gate(
@@ -69,40 +109,33 @@ def activate_gate(
 ) -> tuple[Tensor, Callable[[Tensor], dict[str, Tensor]]]:
     """The natural-log gate g of `raw` [M, tokens, HV, K] with A_log [HV] and dt_bias [HV * K], float64.
 
-    Without `lower_bound`: g = -exp(A_log) softplus(z), z = raw + dt_bias. With it: g = lower_bound sigmoid(exp(A_log) z). The adjoint
-    maps dg to {dg (of raw), dA_log, ddt_bias}, the last two summed over tokens. An fp32 kernel rounds z (which costs |z| 2^-24 of
-    g where softplus is exponential) and evaluates the rest to a few ulp; a sigmoid slope formed as p (1 - p) cancels, so its error is
-    measured against p.
+    Without `lower_bound`: g = -exp(A_log) softplus(z), z = raw + dt_bias. With it: g = lower_bound sigmoid(exp(A_log)
+    z), where no A_log is A_log = 0. The adjoint maps dg to {dg (of raw), dA_log, ddt_bias}, the last two summed over
+    tokens. An fp32 kernel rounds z, which alone costs |z| 2^-24 of g where g is exponential, and evaluates the rest to
+    a few ulp; the result is kept in `storage`.
     """
     heads, channels = raw.shape[-2:]
     A = torch.zeros(heads, 1, dtype=raw.dtype, device=raw.device) if A_log is None else A_log.view(heads, 1)
-    bias = 0.0 if dt_bias is None else dt_bias.view(heads, channels)
-    z = rounding.round("gate.z", raw + bias, "fp32")
+    z = raw if dt_bias is None else raw + dt_bias.view(heads, channels)
+    z = _round(rounding, "gate.z", z)
     rate = torch.exp(A) * rounding.constant("gate.rate", 2.0**-23, raw)
     if lower_bound is None:
-        # exp(A) softplus(z) for very negative z is exp(A + z): neither factor alone need be representable.
-        exact = -torch.where(z < -40, torch.exp(A + z), rate * softplus(z))
-        slope = -torch.where(z < -40, torch.exp(A + z), rate * torch.sigmoid(z))
-        dA_factor, slope_error = exact, slope.abs()
+        curve = _softplus_curve(z, A, rate, rounding)
     else:
-        x = rounding.round("gate.x", rate * z, "fp32")
-        exact = lower_bound * torch.sigmoid(x)
-        steep = torch.where(x.abs() > 40, torch.exp(A - x.abs()), sigmoid_slope(x) * rate)
-        slope = lower_bound * steep
-        dA_factor = lower_bound * _product(sigmoid_slope(x), x)
-        slope_error = abs(lower_bound) * _product(torch.sigmoid(x), rate.expand_as(x))
-    finite = torch.isfinite(exact)
-    activated = torch.where(finite, rounding.accumulate("gate.activation", exact.nan_to_num(), exact.abs().nan_to_num(), 21), exact)
-    g = torch.where(finite, rounding.round("gate.store", activated.nan_to_num(), storage), exact)
+        curve = _bounded_curve(z, A, rate.expand_as(z), lower_bound, rounding)
+    finite = torch.isfinite(curve.g)
+    g = torch.where(finite, curve.g, 0.0)
+    g = rounding.round("gate.store", rounding.accumulate("gate.activation", g, g.abs(), 21), storage)
 
     def adjoint(dg: Tensor) -> dict[str, Tensor]:
-        draw = rounding.accumulate("gate.slope", _product(dg, slope), _product(dg, slope_error).abs(), 21)
+        draw = _product(dg, curve.dz)
+        draw = rounding.accumulate("gate.slope", draw, draw.abs(), 21)
         out = {"dg": draw}
         if A_log is not None:
-            terms = _product(dg, dA_factor)
+            terms = _product(dg, curve.dA)
             out["dA_log"] = rounding.accumulate("gate.dA_log", terms.sum((-3, -1)), terms.abs().sum((-3, -1)), 21)
         if dt_bias is not None:
             out["ddt_bias"] = rounding.accumulate("gate.ddt_bias", draw.sum(-3), draw.abs().sum(-3), 21).flatten(-2)
         return out
 
-    return g, adjoint
+    return torch.where(finite, g, curve.g), adjoint

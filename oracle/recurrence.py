@@ -1,4 +1,4 @@
-"""Authority on the recurrence: the five lines in float64, their adjoint, and the rounding points of a kernel that runs them as they are.
+"""Authority on the recurrence: the five lines in float64, their adjoint, and where a kernel that runs them rounds.
 
     S' = diag(exp g_t) S_{t-1};  u_t = beta_t (v_t - S'^T k_t);  S_t = S' + k_t u_t^T;  o_t = scale S_t^T q_t
 
@@ -7,10 +7,12 @@ Adjoint, with dS the gradient of S_t from later tokens and do_t that of o_t:
     D = dS + scale q_t do_t^T;  w = D^T k_t;  D' = D - k_t (beta_t w)^T;  dS_{t-1} = diag(exp g_t) D'
     dq_t = scale S_t do_t;  dk_t = D u_t - S' (beta_t w);  dv_t = beta_t w;  dbeta_t = w . r_t;  dg_t = rowsum(D' * S')
 
-where r_t = v_t - S'^T k_t. A state is kept every sqrt(T) tokens and the states in between are recomputed, segment by segment.
+where r_t = v_t - S'^T k_t. A state is kept every sqrt(T) tokens and the states in between are recomputed, segment by
+segment. exp(-inf) = 0 resets a row: its S' is 0, and so is its dg.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +22,15 @@ from oracle.rounding import EXACT, Rounding
 
 LOG2E = math.log2(math.e)
 REPLICA_GATE_FLOOR = -200.0  # e^-200 lies below every format's floor, and keeps |g| finite for the rounding model
+LIVE_STATES = 8  # states of a segment that the adjoint holds at once, kept ones and temporaries included
 
 
 @dataclass(frozen=True)
 class Rows:
-    """One dense batch: q, k, g `[M, R, T, K]`, v `[M, R, T, V]`, beta `[M, R, T]`, state `[M, R, K, V]`; R rows = (sequence, value head)."""
+    """One dense batch of R rows = (sequence, value head).
+
+    q, k, g `[M, R, T, K]`, v `[M, R, T, V]`, beta `[M, R, T]`, state `[M, R, K, V]`.
+    """
 
     q: Tensor
     k: Tensor
@@ -38,40 +44,87 @@ class Rows:
         return self.q.shape[2]
 
 
-class _Step:
-    """The arithmetic of one token with its rounding sites; `operand` is the format of what enters the K and V reductions."""
+@dataclass(frozen=True)
+class Stages:
+    """Formats of a recurrent kernel's rounding points. `update`: of u and the state where they enter a reduction."""
 
-    def __init__(self, rows: Rows, scale: float, rounding: Rounding, operand: str):
-        self.rows, self.rounding, self.operand = rows, rounding, operand
+    decay: str = "fp32"
+    state: str = "fp32"
+    update: str = "fp32"
+    state_grad: str = "fp32"
+    update_grad: str = "fp32"
+    partial_grad: str = "fp32"
+
+    @classmethod
+    def of(cls, formats: Mapping[str, str]) -> "Stages":
+        """The stages that `formats` names; the others are fp32, `update_grad` like `update`."""
+        named = {stage: formats[stage] for stage in cls.__dataclass_fields__ if stage in formats}
+        return cls(**{"update_grad": named.get("update", "fp32"), **named})
+
+
+FP32 = Stages()
+
+
+class _Step:
+    """The arithmetic of one token, with its rounding points."""
+
+    def __init__(self, rows: Rows, scale: float, rounding: Rounding, stages: Stages):
+        self.rows, self.rounding, self.stages = rows, rounding, stages
         self.scale = scale * rounding.constant("recurrence.scale", 2.0**-24, rows.q)
         self.q = self.scale * rows.q
-        g = rows.g if not rounding.replicas else rows.g.clamp(min=REPLICA_GATE_FLOOR)
-        if rounding.replicas:
-            exponent = rounding.round("recurrence.exponent", g * LOG2E * rounding.constant("recurrence.log2e", 2.0**-24, g), "fp32")
-            decay = torch.exp2(exponent) * rounding.constant("recurrence.exp2", 2.0**-23, g)
-            self.decay = rounding.round("recurrence.decay", decay, "fp32")
-        else:
-            self.decay = torch.exp(g)
+        self.decay = self._decay(rows.g)
         self.beta = rows.beta[..., None]
 
-    def contract(self, site: str, x: Tensor, state: Tensor) -> Tensor:
-        """x^T S over the first state axis, x `[M, R, n, K]`, state `[M, R, K, V]`."""
+    def _decay(self, g: Tensor) -> Tensor:
         if not self.rounding.replicas:
-            return x @ state
-        if self.operand != "fp32":
-            return x @ self.rounding.round(f"{site}.operand", state, self.operand)
-        return self.rounding.accumulate(site, x @ state, x.norm(dim=-1, keepdim=True) * state.norm(dim=-2, keepdim=True))
+            return torch.exp(g)
+        constant = self.rounding.constant
+        exponent = g.clamp(min=REPLICA_GATE_FLOOR) * LOG2E * constant("recurrence.log2e", 2.0**-24, g)
+        decay = torch.exp2(self.round("exponent", exponent)) * constant("recurrence.exp2", 2.0**-23, g)
+        return self.round("decay", decay, self.stages.decay)
+
+    def round(self, site: str, x: Tensor, fmt: str = "fp32") -> Tensor:
+        return self.rounding.round(f"recurrence.{site}", x, fmt)
+
+    def contract(self, site: str, x: Tensor, state: Tensor) -> Tensor:
+        """x^T S over the first state axis: x `[.., K]`, S `[.., K, V]` to `[.., V]`.
+
+        fp32 accumulation counts, unless operands in a lower format hide it.
+        """
+        if self.stages.update != "fp32":
+            state = self.round(f"{site}.operand", state, self.stages.update)
+        total = (x.unsqueeze(-2) @ state).squeeze(-2)
+        if not self.rounding.replicas or self.stages.update != "fp32":
+            return total
+        magnitude = x.norm(dim=-1, keepdim=True) * state.norm(dim=-2)
+        return self.rounding.accumulate(f"recurrence.{site}", total, magnitude)
+
+    def dot(self, site: str, x: Tensor, y: Tensor) -> Tensor:
+        """x . y over the last axis, accumulated in fp32."""
+        total = (x * y).sum(-1)
+        if not self.rounding.replicas:
+            return total
+        return self.rounding.accumulate(f"recurrence.{site}", total, x.norm(dim=-1) * y.norm(dim=-1))
 
     def forward(self, t: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(S', r, u, S_t) of token t."""
-        rows, rounding = self.rows, self.rounding
-        decayed = rounding.round("recurrence.decayed", self.decay[:, :, t, :, None] * state, "fp32")
-        k = rows.k[:, :, t, None, :]
-        residual = rows.v[:, :, t] - self.contract("recurrence.k_state", k, decayed).squeeze(-2)
-        residual = rounding.round("recurrence.residual", residual, "fp32")
-        update = rounding.round("recurrence.update", self.beta[:, :, t] * residual, self.operand)
-        outer = rounding.round("recurrence.outer", k.mT * update[..., None, :], "fp32")
-        return decayed, residual, update, rounding.round("recurrence.state", decayed + outer, "fp32")
+        k = self.rows.k[:, :, t]
+        decayed = self.round("decayed", self.decay[:, :, t, :, None] * state)
+        residual = self.round("residual", self.rows.v[:, :, t] - self.contract("k_state", k, decayed))
+        update = self.round("update", self.beta[:, :, t] * residual, self.stages.update)
+        outer = self.round("outer", k[..., None] * update[..., None, :])
+        return decayed, residual, update, self.round("state", decayed + outer, self.stages.state)
+
+    def backward(self, t: int, do: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(D, w, D', dS_{t-1}) of token t; do `[M or 1, R, T, V]`."""
+        k = self.rows.k[:, :, t]
+        arriving = self.round("do_outer", self.q[:, :, t, :, None] * do[:, :, t, None, :])
+        total = self.round("state_grad", dstate + arriving, self.stages.state_grad)
+        pull = self.contract("k_grad", k, total)
+        leaving = self.round("update_grad", self.beta[:, :, t] * pull, self.stages.update_grad)
+        outer = self.round("outer_grad", k[..., None] * leaving[..., None, :])
+        rest = self.round("rest_grad", total - outer, self.stages.state_grad)
+        return total, pull, rest, self.round("decayed_grad", self.decay[:, :, t, :, None] * rest)
 
 
 def segment_length(length: int) -> int:
@@ -80,16 +133,16 @@ def segment_length(length: int) -> int:
 
 
 def forward(
-    rows: Rows, scale: float, rounding: Rounding = EXACT, operand: str = "fp32", keep_every: int | None = None
+    rows: Rows, scale: float, rounding: Rounding = EXACT, stages: Stages = FP32, keep_every: int | None = None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(o `[M, R, T, V]`, final state `[M, R, K, V]`, the states before tokens 0, n, 2n, ... with n = `keep_every`)."""
-    step = _Step(rows, scale, rounding, operand)
+    step = _Step(rows, scale, rounding, stages)
     state, outputs, kept = rows.state, [], []
     for t in range(rows.length):
         if keep_every and t % keep_every == 0:
             kept.append(state)
         *_, state = step.forward(t, state)
-        outputs.append(step.contract("recurrence.q_state", rows.q[:, :, t, None, :], state).squeeze(-2))
+        outputs.append(step.contract("q_state", rows.q[:, :, t], state))
     o = step.scale * torch.stack(outputs, 2) if outputs else rows.v
     return o, state, kept
 
@@ -102,55 +155,63 @@ def backward(
     dstate: Tensor,
     scale: float,
     rounding: Rounding = EXACT,
-    operand: str = "fp32",
+    stages: Stages = FP32,
 ) -> dict[str, Tensor]:
-    """Gradients {dq, dk, dv, dg, dbeta, dstate} of sum(o do) + sum(S_T dstate), laid out as `rows`."""
-    step = _Step(rows, scale, rounding, operand)
+    """Gradients {dq, dk, dv, dg, dbeta, dstate} of sum(o do) + sum(S_T dstate), laid out as `rows`.
+
+    `kept`: the states before tokens 0, `every`, 2 `every`, ... of the forward pass.
+    """
+    step = _Step(rows, scale, rounding, stages)
     segments = []
     for index in reversed(range(len(kept))):
         first = index * every
         span = range(first, min(first + every, rows.length))
         gradients, dstate = _segment_backward(step, span, kept[index], do, dstate)
         segments.append(gradients)
-    out = {name: torch.cat([segment[name] for segment in reversed(segments)], 2) for name in (segments[0] if segments else ())}
-    return {**out, "dstate": dstate}
+    names = segments[0] if segments else ()
+    joined = {name: torch.cat([segment[name] for segment in reversed(segments)], 2) for name in names}
+    return {**joined, "dstate": dstate}
 
 
 def _segment_backward(
     step: _Step, span: range, state: Tensor, do: Tensor, dstate: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The adjoint of the tokens in `span`, whose first state is `state`; all reductions that need no order are done at once."""
-    rows, rounding = step.rows, step.rounding
-    before, after, residuals, updates = [], [], [], []
+    """The adjoint of the tokens in `span`, whose first state is `state`; reductions that need no order come last."""
+    before, residuals, updates, after = [], [], [], []
     for t in span:
         decayed, residual, update, state = step.forward(t, state)
         before.append(decayed)
-        after.append(state)
         residuals.append(residual)
         updates.append(update)
-    totals, rests, pulls = [], [], []
+        after.append(state)
+    totals, pulls, rests = [], [], []
     for t in reversed(span):
-        arriving = rounding.round("recurrence.do_outer", step.q[:, :, t, :, None] * do[:, :, t, None, :], "fp32")
-        total = rounding.round("recurrence.state_grad", dstate + arriving, "fp32")
-        k = rows.k[:, :, t, None, :]
-        pull = step.contract("recurrence.k_grad", k, total).squeeze(-2)
-        leaving = rounding.round("recurrence.update_grad", step.beta[:, :, t] * pull, step.operand)
-        outer = rounding.round("recurrence.outer_grad", k.mT * leaving[..., None, :], "fp32")
-        rest = rounding.round("recurrence.rest_grad", total - outer, "fp32")
-        dstate = rounding.round("recurrence.decayed_grad", step.decay[:, :, t, :, None] * rest, "fp32")
+        total, pull, rest, dstate = step.backward(t, do, dstate)
         totals.append(total)
-        rests.append(rest)
         pulls.append(pull)
-    stack = lambda parts: torch.stack(parts, 2)  # noqa: E731
-    before, after, residuals, updates = stack(before), stack(after), stack(residuals), stack(updates)
-    total, rest, pull = stack(totals[::-1]), stack(rests[::-1]), stack(pulls[::-1])
-    here = slice(span.start, span.stop)
-    leaving = step.beta[:, :, here] * pull
-    over_v = lambda site, x, state: step.contract(site, x[..., None, :], state.mT).squeeze(-2)  # noqa: E731
+        rests.append(rest)
+    for backwards in (totals, pulls, rests):
+        backwards.reverse()
+    do = do[:, :, span.start : span.stop]
+    pull = torch.stack(pulls, 2)
+    leaving = step.beta[:, :, span.start : span.stop] * pull
+    dq = step.scale * step.contract("dq", do, _stacked(after).mT)
+    dk = step.contract("dk_update", torch.stack(updates, 2), _stacked(totals).mT)
+    before = _stacked(before)
+    dk = dk - step.contract("dk_pull", leaving, before.mT)
+    dg = step.dot("dg", _stacked(rests), before)
+    partial = step.stages.partial_grad
     return {
-        "dq": step.scale * over_v("recurrence.dq", do[:, :, here], after),
-        "dk": over_v("recurrence.dk_update", updates, total) - over_v("recurrence.dk_pull", leaving, before),
+        "dq": step.round("dq.partial", dq, partial),
+        "dk": step.round("dk.partial", dk, partial),
         "dv": leaving,
-        "dg": rounding.accumulate("recurrence.dg", (rest * before).sum(-1), rest.norm(dim=-1) * before.norm(dim=-1)),
-        "dbeta": rounding.accumulate("recurrence.dbeta", (pull * residuals).sum(-1), pull.norm(dim=-1) * residuals.norm(dim=-1)),
+        "dg": step.round("dg.partial", dg, partial),
+        "dbeta": step.dot("dbeta", pull, torch.stack(residuals, 2)),
     }, dstate
+
+
+def _stacked(states: list[Tensor]) -> Tensor:
+    """States of consecutive tokens `[M, R, n, K, V]`; the list is emptied, states being what fills memory."""
+    stacked = torch.stack(states, 2)
+    states.clear()
+    return stacked

@@ -57,7 +57,9 @@ def test_import_scanner(source, expected):
 
 @pytest.mark.parametrize("package", ["kda", "oracle", "harness"])
 def test_every_module_says_what_it_is_the_authority_on(package):
-    silent = [str(path.relative_to(ROOT)) for path in modules(package) if not ast.get_docstring(ast.parse(path.read_text()))]
+    silent = [
+        str(path.relative_to(ROOT)) for path in modules(package) if not ast.get_docstring(ast.parse(path.read_text()))
+    ]
     assert silent == []
 
 

@@ -1,4 +1,4 @@
-"""Authority on bf16 in the interpreter: stored as uint16, decoded to fp32 to compute, rounded to nearest even when stored."""
+"""Authority on bf16 in the interpreter: kept as uint16, decoded to fp32 to compute, rounded to nearest even after."""
 
 import numpy as np
 import triton.language as tl

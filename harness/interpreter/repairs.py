@@ -1,4 +1,4 @@
-"""Authority on what is mended in Triton's interpreter, and how: every replacement of one of its functions is made here, once."""
+"""Authority on what is mended in Triton's interpreter, and how; `install` makes every replacement, once."""
 
 import contextlib
 import os
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 import triton.runtime.interpreter as stock
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _ir
@@ -21,14 +22,18 @@ _tf32 = False
 
 
 def install() -> None:
-    """Repair the interpreter of this process; calling it again does nothing. Needs no GPU and launches nothing."""
+    """Repair the interpreter of this process; needs no GPU and launches nothing.
+
+    Does nothing when called again, or where kernels are compiled: the repaired language could not be.
+    """
     global _installed
-    if _installed:
+    if _installed or not triton.knobs.runtime.interpret:
         return
     _installed = True
     _repair_casts()
     _repair_arithmetic()
     _repair_dot()
+    _repair_atomics()
     _repair_reductions()
     _repair_indexing()
     autotune.pin()  # there is no driver to time with
@@ -143,6 +148,25 @@ def _repair_dot() -> None:
     object.__setattr__(stock.interpreter_builder.options, "allowed_dot_input_precisions", allowed)
 
 
+def _repair_atomics() -> None:
+    update = InterpreterBuilder.create_atomic_rmw
+
+    def create_atomic_rmw(self, operation, pointer, value, mask, sem, scope):
+        """An atomic addition is the only one on bf16 that the language has."""
+        if not holds_bf16(value):
+            return update(self, operation, pointer, value, mask, sem, scope)
+        old, one = np.zeros_like(value.data), np.ones(1, bool)
+        for lane in np.argwhere(mask.data):
+            lane = tuple(lane)
+            place = pointer.data[lane].reshape(1)
+            old[lane] = stock._interpreter.load(place, one, np.zeros(1, np.uint16), np.dtype(np.uint16))[0]
+            added = encode(decode(old[lane].reshape(1)) + decode(value.data[lane].reshape(1)))
+            stock._interpreter.store(place, added, one)
+        return TensorHandle(old, tl.bfloat16)
+
+    InterpreterBuilder.create_atomic_rmw = create_atomic_rmw
+
+
 def _repair_reductions() -> None:
     total, running = stock.ReduceOps.sum, stock.ScanOps.cumsum
 
@@ -239,8 +263,8 @@ def _patch_language_once() -> None:
 class _Launcher:
     """A thread that runs launches one at a time, each from the bottom of its stack.
 
-    CPython allocates interpreter frames in chunks and returns a chunk on every call that crosses its border; at the stack depth of pytest
-    under Hypothesis the kernel's frames sit on one, and run five times slower.
+    CPython allocates interpreter frames in chunks and returns a chunk on every call that crosses its border; at the
+    stack depth of pytest under Hypothesis the kernel's frames sit on one, and run five times slower.
     """
 
     def __init__(self):
@@ -273,9 +297,15 @@ class _Launcher:
             self.jobs.put((function, args, kwargs, answer))
             result, error = answer.get()
         if error is not None:
-            fault = error.__cause__
-            raise fault if isinstance(fault, sanitizer.MemoryFault) else error
+            raise _memory_fault_in(error) or error
         return result
+
+
+def _memory_fault_in(error: BaseException | None) -> sanitizer.MemoryFault | None:
+    """The fault that the interpreter wrapped, once for every jit function it left."""
+    while error is not None and not isinstance(error, sanitizer.MemoryFault):
+        error = error.__cause__
+    return error
 
 
 def _launch_on_fresh_stacks() -> None:

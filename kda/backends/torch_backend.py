@@ -1,4 +1,4 @@
-"""Authority on the `torch` route: the operator in plain PyTorch, for tensors that no kernel can take; gradients by autograd."""
+"""Authority on the `torch` route: the operator in plain PyTorch, for tensors no kernel takes; gradients by autograd."""
 
 import itertools
 

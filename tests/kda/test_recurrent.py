@@ -1,4 +1,4 @@
-"""What the recurrent kernels promise beyond values: bits that do not depend on the future, on neighbours, on layout, or on luck."""
+"""What the recurrent kernels promise beyond values: bits independent of the future, neighbours, layout and luck."""
 
 import contextlib
 
@@ -75,7 +75,7 @@ def test_recurrent_repeats_bitwise(problem, device):
 
 @pytest.mark.parametrize("problem", MODES.values(), ids=MODES)
 def test_recurrent_future_does_not_reach_the_past(problem, device):
-    """New values of everything from token 8 on: the prefix of o, and of the gradients of a loss on the prefix, keep their bits."""
+    """New values from token 8 on: the prefix of o, and of the gradients of a loss on the prefix, keep their bits."""
     split, inputs = 8, materialise(problem, device).inputs
     do = inputs["do"].clone()
     do[:, split:] = 0
@@ -265,7 +265,7 @@ def test_recurrent_intermediate_states_carry_no_gradient(device):
 @pytest.mark.parametrize("problem", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("guard", ["sanitize", "poison", "shuffle"])
 def test_recurrent_memory(guard, problem, device):
-    """Ragged packing under the memory checks, on memory full of NaN, and in another program order: always the same bits."""
+    """Ragged packing under the memory checks, on memory full of NaN, in another program order: always the same bits."""
     if guard != "poison" and not INTERPRETED:
         pytest.skip("a tool of the interpreter")
     inputs = materialise(problem, device).inputs

@@ -98,7 +98,7 @@ def test_force_route(kernels):
 
 
 def test_a_forced_route_that_refuses_is_an_error(kernels):
-    with kda.force_route("recurrent"), pytest.raises(ValueError, match="no route takes this call") as refusal:
+    with kda.force_route("recurrent"), pytest.raises(ValueError, match=r"no route takes this call") as refusal:
         kda.chunk_kda(**arguments(torch.float64))
     assert "recurrent: refused, computes in fp32" in str(refusal.value)
     assert "torch: refused, recurrent is forced" in str(refusal.value)
@@ -154,7 +154,7 @@ def test_every_route_declares_itself():
     assert [route.id for route in kda.routes()] == ["gate", "recurrent", "torch"]
     for route in kda.routes():
         assert route.entries and route.summary and route.precision.excuses == ()
-    with pytest.raises(ValueError, match="route.id is 'fused'"):
+    with pytest.raises(ValueError, match=r"route\.id is 'fused'"):
         registry.register(
             registry.Route("fused", frozenset(), "", lambda call: None, lambda call: None, kda.PrecisionSpec("chunk"))
         )

@@ -1,4 +1,4 @@
-"""The PyTorch backend beyond values at the working precision: float64, its gradients, resets, and precision of half inputs."""
+"""The PyTorch backend beyond working precision: float64, its gradients, resets, and half inputs."""
 
 import math
 
