@@ -231,6 +231,7 @@ FAMILIES: tuple[Family, ...] = (
         "beta modes: sigmoid at both ends, doubled, zero",
         (
             _but(beta_sigmoid=True, beta="saturated"),
+            _but(beta_sigmoid=True, beta="saturated", k="onehot", loss="o", lengths=(6,)),
             _but(beta_sigmoid=True, neg_eigval=True, beta="raw_100", dtype="bf16"),
             _but(beta="zeros"),
             _but(beta="ones"),

@@ -55,6 +55,22 @@ def _softplus(z: Tensor) -> Tensor:
     return z.clamp(min=0) + torch.log1p(torch.exp(-z.abs()))
 
 
+class _Sigmoid(torch.autograd.Function):
+    """sigmoid(x); the slope is e^-|x| / (1 + e^-|x|)^2, where y (1 - y) is 0 from x = 17 on."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.sigmoid(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        e = torch.exp(-x.abs())
+        return grad * (e / (1 + e).square())
+
+
 class _SoftplusGate(torch.autograd.Function):
     """-exp(A) softplus(z), with the exponents added where either factor alone would leave the format."""
 
@@ -125,7 +141,7 @@ def _prepared(call: Call, tokens: int) -> tuple[Tensor, ...]:
     if call.use_gate_in_kernel:
         g = _activate(g, call.A_log, call.dt_bias, call.lower_bound)
     if call.use_beta_sigmoid_in_kernel:
-        beta = torch.sigmoid(beta) * call.beta_range
+        beta = _Sigmoid.apply(beta) * call.beta_range
     return q * call.scale, k, v, g, beta
 
 
