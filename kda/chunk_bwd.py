@@ -1,0 +1,184 @@
+"""Authority on the backward pass of the staged chunk route, and on its autograd formula."""
+
+from dataclasses import replace
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kda.chunk_fwd import SAFE_GATE, UNBOUNDED, Plan, Stages, forward, launch
+from kda.chunk_index import ChunkIndex
+from kda.chunk_intra_bwd import kda_chunk_intra_bwd_kernel
+from kda.chunk_output import kda_chunk_inter_bwd_kernel, kda_chunk_output_bwd_kernel
+from kda.chunk_state import kda_chunk_state_bwd_kernel
+from kda.contract import Call
+from kda.gate import dense, gate_backward
+from kda.precision import PrecisionSpec
+from kda.recurrent_kernels import kda_sum_heads_kernel
+from kda.wy_fast import kda_wy_bwd_kernel
+
+DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+SUM_TOKENS = 16  # tokens per program when gradients are summed over the value heads of a query head
+
+
+def _sum_heads(call: Call, plan: Plan, gradient: Tensor, x: Tensor) -> Tensor:
+    """Sum gradient `[B, T, HV, K]` over the value heads of each head of x `[B, T, H, K]`, and through its l2norm if
+    there is one.
+    """
+    B, T, H, K = x.shape
+    dx = torch.empty_like(x)
+    sizes = (B * T, H, gradient.shape[2] // H, K, 1)
+    tile = {"BT": SUM_TOKENS, "BK": triton.next_power_of_2(K), "L2NORM": call.use_qk_l2norm_in_kernel, "num_warps": 4}
+    launch(
+        plan,
+        kda_sum_heads_kernel,
+        triton.cdiv(B * T, SUM_TOKENS) * H if dx.numel() else 0,
+        x,
+        gradient,
+        dx,
+        *sizes,
+        **tile,
+    )
+    return dx
+
+
+def _beta_gradient(call: Call, dbeta: Tensor) -> Tensor:
+    """Through beta's sigmoid if it is in the kernel; sigmoid'(x) = e^-|x| / (1 + e^-|x|)^2 does not cancel."""
+    if call.use_beta_sigmoid_in_kernel:
+        e = torch.exp(-call.beta.float().abs())
+        dbeta = torch.where(dbeta == 0, 0.0, dbeta * (call.beta_range * e / (1 + e).square()))
+    return dbeta.to(call.beta.dtype)
+
+
+def backward(
+    call: Call, plan: Plan, index: ChunkIndex, made: Stages, do: Tensor, dht: Tensor | None
+) -> dict[str, Tensor | None]:
+    """Every gradient of a call, by the name of its argument."""
+    B, T, H, HV, K, V = call.shape
+    C, chunks = index.chunk, index.slots * HV
+    empty = lambda *shape, dtype=plan.stored: torch.empty(*shape, dtype=dtype, device=call.q.device)  # noqa: E731
+    # Tokens of no sequence get no gradient: what is returned for a packed batch starts at 0.
+    blank = lambda *shape, dtype=torch.float32: (torch.empty if call.cu_seqlens is None else torch.zeros)(  # noqa: E731
+        *shape, dtype=dtype, device=call.q.device
+    )
+    fp32 = {"dtype": torch.float32}
+    where = (index.rows, index.counts)
+    state = {"C": C, **plan.state_tile(call)}
+
+    dA_qk, dv_local = empty(B, T, HV, C, **fp32), empty(B, T, HV, V, **fp32)
+    output = (made.A_qk, made.v_new, do, dA_qk, dv_local, *where, HV, V)
+    launch(plan, kda_chunk_output_bwd_kernel, chunks, *output, C=C, BV=plan.BV, DOT=plan.DOT, num_warps=4)
+
+    dh, dv_new = torch.empty_like(made.h), empty(B, T, HV, V)
+    dh0 = None if call.initial_state is None else torch.empty_like(call.initial_state)
+    scan = (made.w, made.q_decayed, made.k_rest, made.decay, do, dv_local, dht, dh, dv_new, dh0)
+    ends = (index.offsets, index.slots_of, call.scale, HV, K, V)
+    launch(plan, kda_chunk_state_bwd_kernel, plan.scans(call), *scan, *ends, **state)
+
+    NK = triton.cdiv(K, plan.BK)
+    z, dv = empty(B, T, HV, V), blank(B, T, HV, V, dtype=call.v.dtype)
+    dA_kk, dbeta = empty(B, T, HV, C, **fp32), blank(NK + 1, B, T, HV)
+    factors = (made.inverse, call.beta, made.A_kk, call.v, made.v_new, dv_new, z, dv, dA_kk, dbeta[NK])
+    flags = {"DOT": plan.DOT, "BETA_SIGMOID": call.use_beta_sigmoid_in_kernel}
+    launch(
+        plan, kda_wy_bwd_kernel, chunks, *factors, *where, call.beta_range, HV, V, C=C, BV=plan.BV, num_warps=4, **flags
+    )
+
+    dq, dk, dg_state = blank(B, T, HV, K), blank(B, T, HV, K), empty(B, T, HV, K, **fp32)
+    inputs = (call.q, call.k, made.g, call.beta, made.q_rstd, made.k_rstd, made.decay)
+    states = (do, z, made.v_new, made.h, dh, dq, dk, dg_state, dbeta)
+    sizes = (*where, call.scale, call.beta_range, B * T * HV, H, HV, K, V)
+    tiles = {"C": C, "BK": plan.BK, "BV": plan.BV, "V_FIRST": call.state_v_first, "num_warps": 4}
+    launch(plan, kda_chunk_inter_bwd_kernel, chunks * NK, *inputs, *states, *sizes, **tiles, **flags)
+
+    dg = blank(B, T, HV, K, dtype=torch.float32 if call.use_gate_in_kernel else call.g.dtype)
+    inputs = (call.q, call.k, made.g, made.q_rstd, made.k_rstd, dA_qk, dA_kk, dg_state, dq, dk, dg)
+    sizes = (*where, call.scale, plan.half_span, H, HV, K)
+    launch(plan, kda_chunk_intra_bwd_kernel, chunks * triton.cdiv(K, plan.BP), *inputs, *sizes, **plan.pairs(C))
+
+    dA_log = ddt_bias = None
+    if call.use_gate_in_kernel:
+        dg, dA_log, ddt_bias = gate_backward(call.g, call.A_log, call.dt_bias, call.lower_bound, dg, plan.route)
+    return {
+        "q": _sum_heads(call, plan, dq, call.q),
+        "k": _sum_heads(call, plan, dk, call.k),
+        "v": dv,
+        "g": dg,
+        "beta": _beta_gradient(call, dbeta.sum(0)),
+        "A_log": dA_log,
+        "dt_bias": ddt_bias,
+        "initial_state": dh0,
+    }
+
+
+class _ChunkFunction(torch.autograd.Function):
+    """Keeps the inputs; with `disable_recompute` the stages of the forward pass too, which otherwise runs again."""
+
+    @staticmethod
+    def forward(ctx, call: Call, plan: Plan, training: bool, *tensors: Tensor | None):
+        index = ChunkIndex.of(call)
+        o, ht, made = forward(call, plan, index)
+        ctx.set_materialize_grads(False)
+        if training:
+            kept = made.tensors() if call.disable_recompute else ()
+            ctx.save_for_backward(*tensors, call.cu_seqlens, *kept)
+            ctx.call, ctx.plan = replace(call, **dict.fromkeys((*DIFFERENTIABLE, "cu_seqlens"))), plan
+        h = None
+        if call.return_intermediate_states:
+            batch, chunks = call.q.shape[0], call.chunks_per_row()
+            h = made.h[: batch * chunks].unflatten(0, (batch, chunks))
+            ctx.mark_non_differentiable(h)
+        return o, ht, h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, dht, _):
+        count = len(DIFFERENTIABLE)
+        tensors, cu_seqlens, kept = (
+            ctx.saved_tensors[:count],
+            *ctx.saved_tensors[count : count + 1],
+            ctx.saved_tensors[count + 1 :],
+        )
+        call, plan = replace(ctx.call, **dict(zip(DIFFERENTIABLE, tensors)), cu_seqlens=cu_seqlens), ctx.plan
+        index = ChunkIndex.of(call)
+        made = Stages(*kept) if kept else forward(replace(call, output_final_state=False), plan, index)[2]
+        do = torch.zeros_like(call.v) if do is None else do
+        gradients = backward(call, plan, index, made, dense(do), dense(dht))
+        wanted = zip(DIFFERENTIABLE, ctx.needs_input_grad[3:])
+        return None, None, None, *(gradients[name] if needed else None for name, needed in wanted)
+
+
+def chunk_kda_staged(
+    call: Call, route: str | None = None, precision: str = "ieee"
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(o, final state or None, intermediate states or None) of a validated call.
+
+    `route` is 'chunk-safe_gate' (gates in [-5, 0], or in [lower_bound, 0]) or 'chunk-unbounded' (any gate
+    <= 0); None goes by the call's
+    `safe_gate`. `precision` of products of fp32 tensors: 'ieee' or 'tf32'.
+    """
+    tensors = [dense(getattr(call, name)) for name in DIFFERENTIABLE]
+    call = replace(call, **dict(zip(DIFFERENTIABLE, (None if x is None else x.detach() for x in tensors))))
+    plan = Plan.of(call, route or (SAFE_GATE if call.safe_gate else UNBOUNDED), precision)
+    training = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return _ChunkFunction.apply(call, plan, training, *tensors)
+
+
+def _precision(diagonal: str) -> PrecisionSpec:
+    outputs = {
+        "o": "io",
+        "dq": "io",
+        "dk": "io",
+        "dv": "io",
+        "dbeta": "beta",
+        "dg": "g",
+        "ht": "fp32",
+        "h": "fp32",
+        "dh0": "fp32",
+    }
+    stages = {"operand": "dot", "intra": "tf32", "merge": "fp32", "stored_inverse": "fp32", "state": "fp32"}
+    return PrecisionSpec("chunk", {**outputs, **stages}, chunk=64, diagonal=diagonal, inverse="substitution")
+
+
+PRECISION = {SAFE_GATE: _precision("anchor_apart"), UNBOUNDED: _precision("pair")}
