@@ -4,5 +4,7 @@ import os
 
 import torch
 
+if folder := os.environ.get("KDA_CACHE_DIR"):
+    os.environ.setdefault("TRITON_CACHE_DIR", folder)
 if not torch.cuda.is_available():  # before anything imports kda: kernels are interpreted, or not, from their import on
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from harness import results
 from harness.families import FAMILIES, Family
+from harness.isolate import StorageError
 from harness.options import Shape
 from harness.problem import Problem
 from harness.profiles import Profile, drawing
@@ -52,12 +53,14 @@ class Checks:
     def record(self, task: Task, checked: Checked) -> None:
         self.done += 1
         times = {"compile": checked.compile_seconds, "kernel": checked.kernel_seconds, "oracle": checked.oracle_seconds}
+        if checked.missing:
+            self.not_covered[f"{task.route} gradients"] = "the route has none"
         for verdict in checked.verdicts:
             if verdict.klass == "NOT_COVERED" and verdict.quantity == "call":
                 self.not_covered[f"{task.route} {task.family}"] = verdict.message
                 self.skipped += 1
                 if not checked.proven:
-                    self.unproven.append(f"{task.route}: {verdict.message}")
+                    self.unproven.append(verdict.message)
                 continue
             key = (task.route, verdict.quantity, task.family)
             row = self.rows.setdefault(key, Row(*key))
@@ -166,7 +169,7 @@ def run(
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task("checking", total=len(tasks))
             for index, task in enumerate(tasks):
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline or runner.poisoned:
                     checks.required_left = sum(later.required for later in tasks[index:])
                     break
                 progress.update(bar, description=f"{task.route} {task.family}")
@@ -177,10 +180,13 @@ def run(
                     if key not in checks.findings:
                         checks.findings[key] = report.save(finding)
                 progress.advance(bar)
-        _shrink_all(checks, runner, report, shrink_seconds, seed, keep_shape=shape is not None)
-    except KeyboardInterrupt:
+        if runner.poisoned:
+            console.print("the GPU is lost to this process after an illegal access: stopping", style="red")
+        else:
+            _shrink_all(checks, runner, report, shrink_seconds, seed, keep_shape=shape is not None)
+    except (KeyboardInterrupt, StorageError) as reason:
         checks.required_left = max(1, checks.required_left)
-        console.print("interrupted; what was found is kept")
+        console.print(str(reason) or "interrupted; what was found is kept", markup=False, soft_wrap=True)
     finally:
         runner.close()
     return checks
@@ -195,21 +201,16 @@ def _findings(task: Task, checked: Checked) -> Iterator[Finding]:
 def _shrink_all(
     checks: Checks, runner: Runner, report: Report, seconds: float, seed: int, keep_shape: bool = False
 ) -> None:
-    """Make the problems of the first distinct findings smaller; each stays on disk until a smaller one has replaced
-    it.
-    """
+    """Make the problems of the first findings smaller; each stays on disk until a smaller one has replaced it."""
     for key, finding in list(checks.findings.items())[:FINDINGS_SHRUNK]:
-        if finding.klass == "HANG":
+        if finding.klass == "HANG" or runner.poisoned:
             continue
 
         def still_fails(candidate: Problem, finding: Finding = finding) -> bool:
-            try:
-                verdicts = runner.check(
-                    finding.route, candidate, repeat=finding.klass == "NONDETERMINISTIC", seed=seed
-                ).verdicts
-            except ValueError:
-                return False
-            return any((v.quantity, v.klass) == (finding.quantity, finding.klass) for v in verdicts)
+            twice = finding.klass == "NONDETERMINISTIC"
+            verdicts = runner.check(finding.route, candidate, repeat=twice, seed=seed).verdicts
+            same = any((v.quantity, v.klass) == (finding.quantity, finding.klass) for v in verdicts)
+            return same and not runner.poisoned
 
         smaller = shrink(finding.problem, still_fails, seconds / FINDINGS_SHRUNK * 2, keep_shape)
         checks.findings[key] = report.save(replace(finding, problem=smaller))

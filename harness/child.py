@@ -1,6 +1,6 @@
 """The child process of `isolate`: runs one subject's calls, answers over a pipe; what kills it kills only it."""
 
-import contextlib
+import faulthandler
 import json
 import os
 import sys
@@ -10,15 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from harness import autotune, interpreter
+from harness.call import NotCovered, RouteDidNotRun, call
+from harness.isolate import context_is_lost
 from harness.problem import Problem, materialise
-from harness.subject import NotCovered, call, load_subject
+from harness.subject import load_subject
 
-REFUSALS = (
-    TypeError,
-    ValueError,
-    NotImplementedError,
-    AssertionError,
-)  # how Python code says that it does not take an input
+# How Python code says that it does not take an input.
+REFUSALS = (TypeError, ValueError, NotImplementedError, AssertionError)
 
 
 def answer(request: dict, device: str, subject) -> dict:
@@ -28,9 +26,13 @@ def answer(request: dict, device: str, subject) -> dict:
         run = call(subject.route(request["route"], problem.entry), materialise(problem, device))
     except NotCovered as reason:
         return {"status": "not_covered", "message": str(reason)}
+    except RouteDidNotRun as reason:
+        return {"status": "unproven", "message": str(reason)}
     except REFUSALS as refusal:
         return {"status": "not_covered", "message": f"refused: {type(refusal).__name__}: {refusal}"}
-    save_file({name: x.cpu().contiguous() for name, x in run.outputs.items()}, request["outputs"])
+    # Clones: outputs may share storage, or be expanded, and a file of tensors knows neither.
+    outputs = {name: x.cpu().clone(memory_format=torch.contiguous_format) for name, x in run.outputs.items()}
+    save_file(outputs, request["outputs"])
     return {
         "status": "ran",
         "seconds": run.seconds,
@@ -46,6 +48,7 @@ def main(subject_name: str, device: str, search_path: str, pin_autotune: str) ->
     # The subject may print: the protocol keeps the pipe, and everything else goes to stderr.
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    faulthandler.enable()
     if device == "cpu":
         interpreter.install()
     if pin_autotune == "1":
@@ -56,7 +59,7 @@ def main(subject_name: str, device: str, search_path: str, pin_autotune: str) ->
         try:
             reply = answer(json.loads(line), device, subject)
         except Exception as error:
-            sticky = device != "cpu" and _context_is_lost()
+            sticky = device != "cpu" and context_is_lost()
             reply = {
                 "status": "raised",
                 "message": f"{type(error).__name__}: {error}",
@@ -64,14 +67,6 @@ def main(subject_name: str, device: str, search_path: str, pin_autotune: str) ->
                 "sticky": sticky,
             }
         print(json.dumps(reply), file=channel)
-
-
-def _context_is_lost() -> bool:
-    """After an illegal access every later CUDA call fails: this process has nothing more to say."""
-    with contextlib.suppress(RuntimeError):
-        torch.cuda.synchronize()
-        return float(torch.ones(1, device="cuda").sum()) != 1.0
-    return True
 
 
 if __name__ == "__main__":

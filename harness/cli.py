@@ -1,24 +1,25 @@
 """Authority on the `kda` command: its subcommands, what they print, and their exit status.
 
-0: everything asked for was exercised and is right. 1: a finding. 2: wrong use. 3: nothing, or less than asked for,
-was exercised.
+0: everything asked for was exercised and is right. 1: a finding. 2: wrong use. 3: nothing, or less than asked for.
 """
 
 import argparse
+import fnmatch
 import sys
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from harness import check, doctor, interpreter, options, profiles
+from harness import check, doctor, interpreter, options, profiles, results
 from harness.problem import Problem
 from harness.results import FAILURES, Report, StorageError
 from harness.runner import Runner
 from harness.subject import Subject, load_subject
-from harness.verdict import worst
+from harness.verdict import SEVERITY, worst
 
 OK, FINDING, USAGE, INCOMPLETE = 0, 1, 2, 3
+DETAIL_LINES = 6  # of a crash on the terminal; problem.json has the rest
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,6 +72,7 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
         return INCOMPLETE
     report = Report(arguments.report)
     report.prepare()
+    console.print(_setting(results.environment(device)), markup=False, highlight=False)
     budget = arguments.budget or profile.budget
     checks = check.run(
         subject,
@@ -85,10 +87,19 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
         shape=arguments.shape,
     )
     _print_checks(checks, subject, console)
-    report.finish(check.summary(checks, subject, device, arguments.seed), arguments.json)
     status = checks.exit_status()
+    try:
+        report.finish(check.summary(checks, subject, device, arguments.seed), arguments.json)
+    except StorageError as error:
+        print(f"kda: {error}", file=sys.stderr)
+        status = status or INCOMPLETE
     console.print(_verdict_line(checks, status))
     return status
+
+
+def _setting(env: dict) -> str:
+    how = "interpreted" if env["interpreter"] else "compiled"
+    return f"{env['device']}, kernels {how}, torch {env['torch']}, triton {env['triton']}, python {env['python']}"
 
 
 def _print_checks(checks: check.Checks, subject: Subject, console: Console) -> None:
@@ -103,7 +114,7 @@ def _print_checks(checks: check.Checks, subject: Subject, console: Console) -> N
         # What says nothing is counted beside the class of what does.
         vague = sum(row.uninformative for row in rows)
         problems = sum(row.problems for row in rows)
-        klass = max((row.klass for row in rows), key=check.results.SEVERITY.index)
+        klass = max((row.klass for row in rows), key=SEVERITY.index)
         klass = "OK" if klass == "UNINFORMATIVE" and vague < problems else klass
         style = "red" if klass in FAILURES else None
         table.add_row(route, quantity, str(problems), str(vague or ""), f"{ratio:.3g}", klass, style=style)
@@ -125,9 +136,13 @@ def _print_checks(checks: check.Checks, subject: Subject, console: Console) -> N
     for where, reason in checks.not_covered.items():
         console.print(f"not covered: {where}: {reason}", style="yellow", markup=False, highlight=False)
     for finding in checks.findings.values():
-        console.print(f"{finding.klass} {finding.route} {finding.message}", style="red", markup=False, highlight=False)
+        summary, *details = finding.message.splitlines()
+        console.print(f"{finding.klass} {finding.route} {summary}", style="red", markup=False, highlight=False)
         console.print(f"    {finding.problem!r}", markup=False, highlight=False, soft_wrap=True)
-        console.print(f"    kda replay {finding.path}", markup=False, highlight=False, soft_wrap=True)
+        for line in details[:DETAIL_LINES]:
+            console.print(f"    | {line}", markup=False, highlight=False)
+        if finding.path:
+            console.print(f"    kda replay {finding.path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _verdict_line(checks: check.Checks, status: int) -> str:
@@ -145,7 +160,7 @@ def _replay(arguments: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"path is {str(arguments.path)!r}; it must be an existing problem.json")
     problem = Problem.load(arguments.path)
     subject, device = _prepared(arguments)
-    routes = [r for r in subject.routes if r.entry == problem.entry and check.fnmatch.fnmatch(r.id, arguments.routes)]
+    routes = [r for r in subject.routes if r.entry == problem.entry and fnmatch.fnmatch(r.id, arguments.routes)]
     runner = Runner(subject, device, arguments.report / "replay", pin_autotune=arguments.pin_autotune)
     console.print(repr(problem), markup=False, soft_wrap=True)
     status = INCOMPLETE

@@ -51,9 +51,7 @@ def _facts(report: Path) -> Iterator[Fact]:
     yield Fact("GPUs", ", ".join(devices) or "none")
     interpreted = bool(triton.knobs.runtime.interpret)
     yield Fact("kernels", "interpreted on the CPU" if interpreted else "compiled", interpreted or bool(devices))
-    cache = (
-        os.environ.get("KDA_CACHE_DIR") or os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache")
-    )
+    cache = os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache")
     yield _writable("compile cache", Path(cache))
     yield _writable("report folder", report)
     yield from _smoke()

@@ -9,9 +9,7 @@ BOUNDARIES = (0, 1, 15, 16, 17, 63, 64, 65)
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of problem. `sees`: what only it can see. `examples` are always run; `patterns` are the menus that
-    generated ones draw from.
-    """
+    """A kind of problem. `sees`: what only it can see. `examples` always run; generated ones draw from `patterns`."""
 
     name: str
     sees: str
@@ -23,90 +21,51 @@ class Family:
     weight: int = 1  # generated problems, as a multiple of the profile's
 
 
-_BASE = Problem(
-    lengths=(20,),
-    K=8,
-    V=8,
-    initial_state=True,
-    q="unit",
-    k="unit",
-    v="gauss",
-    g="mild",
-    beta="uniform",
-    h0="gauss",
-    do="gauss",
-    dht="gauss",
-)
+_VALUES = {"q": "unit", "k": "unit", "v": "gauss", "g": "mild", "beta": "uniform"}
+_GIVEN = {"h0": "gauss", "do": "gauss", "dht": "gauss"}
+_BASE = Problem(lengths=(20,), K=8, V=8, initial_state=True, **_VALUES, **_GIVEN)
 _LOGITS = {"beta_sigmoid": True, "beta": "gauss"}
 _SOFTPLUS = {"gate": "softplus", "A_log": "gauss", "dt_bias": "gauss", "g": "gauss"}
-_BOUNDED = {
-    "gate": "lower_bound",
-    "lower_bound": -5.0,
-    "safe_gate": True,
-    "A_log": "gauss",
-    "dt_bias": "gauss",
-    "g": "gauss",
-}
+_BOUND = {"gate": "lower_bound", "lower_bound": -5.0}
+_BOUNDED = {**_BOUND, "safe_gate": True, "A_log": "gauss", "dt_bias": "gauss", "g": "gauss"}
 _NORMALISED = {"l2norm": True, "q": "gauss", "k": "gauss"}
-
-
+_HALVING = {"q": "dyadic", "k": "onehot", "v": "dyadic", "g": "dyadic", "beta": "dyadic", "scale": 0.125}
+_EXACT = {"h0": "dyadic", "do": "dyadic", "dht": "dyadic"}
+_STARTS = {"entry": "chunk", "intermediates": True, "chunk_size": 32}
 _REPORTED = replace(_BASE, lengths=(70,), K=16, V=16, dtype="bf16", g="zeros", beta="ones", l2norm=True, q="gauss")
+_MODEL = {"K": 128, "V": 128, "dtype": "bf16", "gate_dtype": "bf16", **_NORMALISED, **_LOGITS}
+_GATE = Problem(entry="gate", lengths=(40,), heads=2, K=4, g="gauss", gate="softplus", A_log="zeros", do="gauss")
 
 
 def _but(**changes: object) -> Problem:
     return replace(_BASE, **changes)
 
 
+def _gate(**changes: object) -> Problem:
+    return replace(_GATE, **changes)
+
+
 def _menu(**menus: str) -> dict[str, tuple[str, ...]]:
     return {name: tuple(menu.split()) for name, menu in menus.items()}
 
 
-_FREE = _menu(
-    q="unit gauss", v="gauss ramp", g="mild bounded time_constants", beta="uniform", h0="gauss", do="gauss", dht="gauss"
-)
+_FREE = {
+    **_menu(q="unit gauss", v="gauss ramp", g="mild bounded time_constants", beta="uniform"),
+    **_menu(h0="gauss", do="gauss", dht="gauss"),
+}
 
 FAMILIES: tuple[Family, ...] = (
     Family(
         "dyadic",
-        "faults far below the rounding of bf16: every intermediate is nearly exact, and neighbours differ in "
-        "every input",
+        "faults far below the rounding of bf16: nearly exact intermediates, and neighbours that differ in every input",
         (
-            _but(
-                q="dyadic",
-                k="onehot",
-                v="dyadic",
-                g="dyadic",
-                beta="dyadic",
-                h0="dyadic",
-                do="dyadic",
-                dht="dyadic",
-                scale=0.125,
-            ),
-            _but(
-                q="dyadic",
-                k="onehot",
-                v="dyadic",
-                g="dyadic",
-                beta="dyadic",
-                h0="dyadic",
-                do="dyadic",
-                dht="dyadic",
-                scale=0.125,
-                dtype="bf16",
-                lengths=(18,),
-                group=2,
-            ),
+            _but(**_HALVING, **_EXACT),
+            _but(**_HALVING, **_EXACT, dtype="bf16", lengths=(18,), group=2),
         ),
-        _menu(
-            q="dyadic",
-            k="onehot",
-            v="dyadic ramp",
-            g="dyadic zeros",
-            beta="dyadic ones",
-            h0="dyadic",
-            do="dyadic",
-            dht="dyadic",
-        ),
+        {
+            **_menu(q="dyadic", k="onehot", v="dyadic ramp", g="dyadic zeros", beta="dyadic ones"),
+            **_menu(h0="dyadic", do="dyadic", dht="dyadic"),
+        },
     ),
     Family(
         "impulse",
@@ -136,6 +95,7 @@ FAMILIES: tuple[Family, ...] = (
             _but(lengths=BOUNDARIES[:5], packed=True, K=4, V=4),
             _but(lengths=(0, 0, 5), packed=True, offsets="int32"),
             _but(lengths=(20,), packed=True, tail=12),
+            _but(lengths=(100,), packed=True, tail=28, K=4, V=4),
             _but(lengths=(63, 64, 65), packed=True, K=4, V=4, heads=1),
             _but(lengths=(5, 0, 16, 1), packed=True, tail=3, v_first=True, **_NORMALISED, **_SOFTPLUS, **_LOGITS),
             _but(lengths=(1,) * 24, packed=True, K=2, V=2),
@@ -149,20 +109,9 @@ FAMILIES: tuple[Family, ...] = (
         "intermediates",
         "the state at the start of every chunk: layout, count, the chunk that a sequence ends in",
         (
-            _but(entry="chunk", intermediates=True, chunk_size=32, lengths=(70,), K=4, V=3),
-            _but(
-                entry="chunk",
-                intermediates=True,
-                chunk_size=32,
-                lengths=(33, 0, 32, 1),
-                packed=True,
-                tail=2,
-                v_first=True,
-                K=4,
-                V=6,
-                group=2,
-            ),
-            _but(entry="chunk", intermediates=True, chunk_size=64, lengths=(65, 65), K=3, V=4, **_BOUNDED),
+            _but(**_STARTS, lengths=(70,), K=4, V=3),
+            _but(**_STARTS, lengths=(33, 0, 32, 1), packed=True, tail=2, v_first=True, K=4, V=6, group=2),
+            _but(**{**_STARTS, "chunk_size": 64}, lengths=(65, 65), K=3, V=4, **_BOUNDED),
         ),
         {**_FREE, "k": ("unit",)},
         {"entry": "chunk", "intermediates": True},
@@ -290,168 +239,34 @@ FAMILIES: tuple[Family, ...] = (
         "gate_entry",
         "the gate alone: both activations, their adjoints and parameter gradients",
         (
-            Problem(
-                entry="gate",
-                lengths=(20,),
-                heads=2,
-                K=8,
-                g="gauss",
-                gate="softplus",
-                A_log="gauss",
-                dt_bias="gauss",
-                do="gauss",
-            ),
-            Problem(
-                entry="gate",
-                lengths=(20,),
-                heads=2,
-                K=8,
-                g="gauss",
-                gate="lower_bound",
-                lower_bound=-5.0,
-                A_log="gauss",
-                dt_bias="gauss",
-                do="gauss",
-            ),
-            Problem(
-                entry="gate",
-                lengths=(33, 33),
-                heads=3,
-                K=100,
-                g="gauss",
-                gate="softplus",
-                A_log="kimi",
-                dt_bias="kimi",
-                do="gauss",
-                gate_dtype="bf16",
-            ),
-            Problem(
-                entry="gate",
-                lengths=(5,),
-                heads=1,
-                K=256,
-                g="gauss",
-                gate="lower_bound",
-                lower_bound=-5.0,
-                do="gauss",
-                gate_dtype="fp16",
-            ),
-            Problem(
-                entry="gate", lengths=(7,), heads=1, K=1, g="ramp", gate="lower_bound", lower_bound=-0.5, A_log="zeros"
-            ),
-            Problem(entry="gate", lengths=(40,), heads=2, K=4, g="raw_30", gate="softplus", A_log="kimi", do="gauss"),
-            Problem(
-                entry="gate", lengths=(40,), heads=2, K=4, g="raw_100", gate="softplus", A_log="extreme_80", do="gauss"
-            ),
-            Problem(
-                entry="gate",
-                lengths=(40,),
-                heads=2,
-                K=4,
-                g="raw_1e4",
-                gate="softplus",
-                A_log="extreme_80",
-                dt_bias="gauss",
-                do="gauss",
-            ),
-            Problem(
-                entry="gate",
-                lengths=(40,),
-                heads=2,
-                K=4,
-                g="raw_30",
-                gate="lower_bound",
-                lower_bound=-5.0,
-                A_log="kimi",
-                do="gauss",
-            ),
-            Problem(
-                entry="gate",
-                lengths=(40,),
-                heads=2,
-                K=4,
-                g="raw_100",
-                gate="lower_bound",
-                lower_bound=-5.0,
-                A_log="extreme_80",
-                dt_bias="gauss",
-                do="gauss",
-            ),
-            Problem(
-                entry="gate",
-                lengths=(40,),
-                heads=2,
-                K=4,
-                g="raw_1e4",
-                gate="lower_bound",
-                lower_bound=-5.0,
-                A_log="extreme_minus_80",
-                do="gauss",
-            ),
-            Problem(
-                entry="gate",
-                lengths=(1024,),
-                heads=1,
-                K=16,
-                g="gauss",
-                gate="softplus",
-                A_log="kimi",
-                dt_bias="kimi",
-                do="gauss",
-            ),
+            _gate(lengths=(20,), K=8, A_log="gauss", dt_bias="gauss"),
+            _gate(lengths=(20,), K=8, A_log="gauss", dt_bias="gauss", **_BOUND),
+            _gate(lengths=(33, 33), heads=3, K=100, A_log="kimi", dt_bias="kimi", gate_dtype="bf16"),
+            _gate(lengths=(5,), heads=1, K=256, A_log=None, gate_dtype="fp16", **_BOUND),
+            _gate(lengths=(7,), heads=1, K=1, g="ramp", gate="lower_bound", lower_bound=-0.5, do="ones"),
+            _gate(g="raw_30", A_log="kimi"),
+            _gate(g="raw_100", A_log="extreme_80"),
+            _gate(g="raw_1e4", A_log="extreme_80", dt_bias="gauss"),
+            _gate(g="raw_30", A_log="kimi", **_BOUND),
+            _gate(g="raw_100", A_log="extreme_80", dt_bias="gauss", **_BOUND),
+            _gate(g="raw_1e4", A_log="extreme_minus_80", **_BOUND),
+            _gate(lengths=(1024,), heads=1, K=16, A_log="kimi", dt_bias="kimi"),
         ),
-        _menu(
-            g="gauss raw_30 raw_100 raw_1e4",
-            A_log="zeros gauss kimi extreme_80 extreme_minus_80",
-            dt_bias="zeros gauss kimi",
-            do="gauss ones onehot",
-        ),
+        {
+            **_menu(g="gauss raw_30 raw_100 raw_1e4", A_log="zeros gauss kimi extreme_80 extreme_minus_80"),
+            **_menu(dt_bias="zeros gauss kimi", do="gauss ones onehot"),
+        },
         {"gate": "softplus"},
         entries=("gate",),
         weight=10,
     ),
     Family(
         "models",
-        "real shapes and initialisations: Kimi-Linear 32 x 128 softplus, K3 96 x 128 lower bound -5, ragged "
-        "packed 8192 tokens",
+        "real shapes and initialisations: Kimi-Linear 32 x 128 softplus, K3 96 x 128 lower bound -5, ragged packed",
         (
-            _but(
-                lengths=(8192,),
-                heads=32,
-                K=128,
-                V=128,
-                dtype="bf16",
-                gate_dtype="bf16",
-                **_NORMALISED,
-                **_LOGITS,
-                gate="softplus",
-                g="gauss",
-                A_log="kimi",
-                dt_bias="kimi",
-            ),
-            _but(
-                lengths=(8192,),
-                heads=96,
-                K=128,
-                V=128,
-                dtype="bf16",
-                gate_dtype="bf16",
-                **_NORMALISED,
-                **_LOGITS,
-                **_BOUNDED,
-            ),
-            _but(
-                lengths=(1300, 547, 2048, 963, 271, 3063),
-                packed=True,
-                heads=32,
-                K=128,
-                V=128,
-                dtype="bf16",
-                gate_dtype="bf16",
-                **_NORMALISED,
-                **_LOGITS,
-                **_BOUNDED,
-            ),
+            _but(lengths=(8192,), heads=32, **_MODEL, **{**_SOFTPLUS, "A_log": "kimi", "dt_bias": "kimi"}),
+            _but(lengths=(8192,), heads=96, **_MODEL, **_BOUNDED),
+            _but(lengths=(1300, 547, 2048, 963, 271, 3063), packed=True, heads=32, **_MODEL, **_BOUNDED),
         ),
         entries=("chunk",),
         gpu_only=True,

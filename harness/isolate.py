@@ -1,11 +1,10 @@
-"""Authority on running foreign code: a warm child process, a watchdog, and the problem on disk before anything is
-launched.
-"""
+"""Authority on running foreign code: a warm child, a watchdog, and the problem on disk before it is launched."""
 
 import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,14 +18,23 @@ from safetensors.torch import load_file
 
 from harness.problem import Problem
 
-FIRST_CALL_SECONDS = 600.0  # compiling and autotuning
+FIRST_CALL_SECONDS = 600.0  # starting, compiling, autotuning: the first call, and on a GPU the first of a compile key
 CALL_SECONDS = 120.0
 STDERR_TAIL = 2000
+SHARED_MEMORY_BYTES = 2**32  # what /dev/shm must have free to carry outputs; containers often have 64 MiB
+COMPILE_KEY = ("entry", "packed", "heads", "group", "K", "V", "dtype", "gate_dtype", "gate", "safe_gate", "chunk_size")
+
+
+class StorageError(Exception):
+    """Something that must not be lost could not be written; it is in the message, or printed."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one call: status ran | not_covered | crash | hang, outputs if it ran, a message if not."""
+    """What became of one call: outputs if it ran, a message if not; more lines of the message say where.
+
+    `status`: ran, not_covered, unproven (another route ran than the one claimed), crash, hang.
+    """
 
     status: str
     outputs: dict[str, torch.Tensor] | None = None
@@ -38,9 +46,7 @@ class Outcome:
 
 
 class Child:
-    """A process that has loaded one subject. Started on demand, reused, replaced after a crash, a hang or a lost CUDA
-    context.
-    """
+    """A process that has loaded one subject: started on demand, reused, replaced once it dies, hangs or is poisoned."""
 
     def __init__(
         self,
@@ -51,13 +57,13 @@ class Child:
         later_calls: float = CALL_SECONDS,
         pin_autotune: bool = False,
     ):
-        self.pin_autotune = pin_autotune
         self.subject, self.device, self.inflight = subject, device, inflight
         self.first_call, self.later_calls = first_call, later_calls
+        self.pin_autotune = pin_autotune
         self.process: subprocess.Popen | None = None
-        self.calls = 0
-        shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        self.scratch = tempfile.TemporaryDirectory(prefix="kda-", dir=shared)
+        self.compiled: set[tuple] = set()  # compile keys that the process has answered for
+        self.scratch = tempfile.TemporaryDirectory(prefix="kda-", dir=_shared_memory())
+        self.errors = Path(self.scratch.name, "stderr")
 
     def run(self, route: str, problem: Problem) -> Outcome:
         """One call; the problem stays in `inflight` if the child does not come back."""
@@ -69,26 +75,16 @@ class Child:
 
     def close(self) -> None:
         if self.process is not None:
-            with contextlib.suppress(OSError):
-                self.process.stdin.close()
             self._kill()
         self.scratch.cleanup()
 
     def _start(self) -> Outcome | None:
-        self.errors = open(Path(self.scratch.name, "stderr"), "w+b")  # noqa: SIM115  lives as long as the process
-        command = [
-            sys.executable,
-            "-m",
-            "harness.child",
-            self.subject,
-            self.device,
-            json.dumps(sys.path),
-            str(int(self.pin_autotune)),
-        ]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, start_new_session=True
-        )
-        self.calls = 0
+        arguments = [self.subject, self.device, json.dumps(sys.path), str(int(self.pin_autotune))]
+        command = [sys.executable, "-m", "harness.child", *arguments]
+        pipe = subprocess.PIPE
+        with open(self.errors, "wb") as errors:
+            self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, start_new_session=True)
+        self.compiled.clear()
         ready = self._read(self.first_call)
         return ready if isinstance(ready, Outcome) else None
 
@@ -105,16 +101,17 @@ class Child:
             self.process.stdin.flush()
         except OSError:
             return self._died()
-        reply = self._read(self.later_calls if self.calls else self.first_call)
-        self.calls += 1
+        key = (route, *(getattr(problem, name) for name in COMPILE_KEY)) if self.device != "cpu" else ()
+        reply = self._read(self.later_calls if key in self.compiled else self.first_call)
         if isinstance(reply, Outcome):
             return reply
+        self.compiled.add(key)
         if reply["status"] == "raised":
-            if reply.get("sticky"):
+            if reply["sticky"]:
                 self._kill()
-            return Outcome("crash", message=reply["message"])
-        if reply["status"] == "not_covered":
-            return Outcome("not_covered", message=reply["message"])
+            return Outcome("crash", message=f"{reply['message']}\n{reply['trace'][-STDERR_TAIL:]}")
+        if reply["status"] != "ran":
+            return Outcome(reply["status"], message=reply["message"])
         return Outcome(
             "ran",
             load_file(outputs),
@@ -141,25 +138,48 @@ class Child:
 
     def _died(self) -> Outcome:
         code = self.process.wait()
-        self.errors.seek(0)
-        tail = self.errors.read()[-STDERR_TAIL:].decode(errors="replace").strip()
-        self.process = None
+        tail = self.errors.read_bytes()[-STDERR_TAIL:].decode(errors="replace").strip()
+        self._kill()  # what it started, if anything
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-        return Outcome("crash", message=f"{how}{': ' + tail.splitlines()[-1] if tail else ''}")
+        return Outcome("crash", message=f"{how}\n{tail}" if tail else how)
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
         self.process = None
+
+
+def context_is_lost() -> bool:
+    """After an illegal access every later CUDA call fails: this process has nothing more to say."""
+    try:
+        torch.cuda.synchronize()
+        return float(torch.ones(1, device="cuda").sum()) != 1.0
+    except RuntimeError:
+        return True
+
+
+def _shared_memory() -> str | None:
+    """A folder in memory for the outputs, if there is room in it."""
+    shared = "/dev/shm"
+    if os.access(shared, os.W_OK) and shutil.disk_usage(shared).free >= SHARED_MEMORY_BYTES:
+        return shared
+    return None
 
 
 def write_ahead(folder: Path, route: str, problem: Problem) -> Path:
     """The problem on disk, flushed to the device, before it is launched."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{os.getpid()}-{time.monotonic_ns()}.json"
-    with open(path, "w") as file:
-        file.write(problem.to_json({"route": route, "status": "in flight"}))
-        file.flush()
-        os.fsync(file.fileno())
+    text = problem.to_json({"route": route, "status": "in flight"})
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(path, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise StorageError(f"{path} could not be written ({error}), so nothing is launched:\n{text}") from None
     return path

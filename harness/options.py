@@ -21,6 +21,13 @@ def seconds(text: str) -> float:
     return float(match[1]) * _UNITS[match[2] or "s"]
 
 
+def seed(text: str) -> int:
+    """An integer from 0."""
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise argparse.ArgumentTypeError(f"seed is {text!r}; it must be an integer in 0..999999999")
+    return int(text)
+
+
 def device(text: str) -> str:
     """cpu, cuda or cuda:i, if it is there."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
@@ -81,7 +88,7 @@ OPTIONS = (
     Option("families", "only families that match this glob", "*", metavar="GLOB"),
     Option("device", "cpu, cuda or cuda:i (default: a GPU if there is one)", type=device, metavar="DEVICE"),
     Option("budget", "stop after this long: 30s, 20m, 8h (default: the profile's)", type=seconds, metavar="TIME"),
-    Option("seed", "seed of generated problems", 0, type=int, metavar="N"),
+    Option("seed", "seed of generated problems", 0, type=seed, metavar="N"),
     Option("profile", "how much to try", "dev", choices=tuple(PROFILES)),
     Option(
         "shape",
@@ -93,8 +100,6 @@ OPTIONS = (
     Option("json", "also write the results as JSON to this file", type=Path, metavar="FILE", pytest=False),
     Option("report", "folder for findings and results", Path("report"), type=Path, metavar="DIR"),
 )
-
-
 PIN_HELP = "foreign subjects run the first configuration of each autotuner instead of timing them all"
 
 

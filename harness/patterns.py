@@ -2,7 +2,8 @@
 
 A pattern maps (rng, shape) to float32 values. Token-wise tensors have shape `[rows, heads, D]` (rows = all tokens of
 the batch), beta `[rows, heads]`, states `[N, heads, K, V]`, A_log `[heads]`, dt_bias `[heads, K]`. Only seeded patterns
-use the rng.
+use the rng. Exponentials and logarithms are taken in float64 and then rounded: the last bits in which machines'
+libraries differ do not reach the tensors.
 """
 
 import math
@@ -76,7 +77,7 @@ def _some_zero(rng, shape):
 
 
 def _mild(rng, shape):
-    return -0.5 * np.logaddexp(0, _gauss(rng, shape) - 1).astype(np.float32)
+    return (-0.5 * np.logaddexp(0, _gauss(rng, shape).astype(np.float64) - 1)).astype(np.float32)
 
 
 def _half_bound(rng, shape):
@@ -87,7 +88,7 @@ def _half_bound(rng, shape):
 
 
 def _bounded(rng, shape):
-    return BOUND / (1 + np.exp(-_gauss(rng, shape)))
+    return (BOUND / (1 + np.exp(-_gauss(rng, shape).astype(np.float64)))).astype(np.float32)
 
 
 def _spikes(value: float) -> Pattern:
@@ -113,8 +114,7 @@ def _time_constants(rng, shape):
     """Decay constant over time, its time constant log-uniform in [2, 10 T] per channel: long memories beside short
     ones.
     """
-    limit = math.log(max(10 * shape[0], 4) / 2)
-    tau = 2 * np.exp(rng.random((1, *shape[1:])) * limit)
+    tau = 2 * np.exp(rng.random((1, *shape[1:])) * math.log(max(10 * shape[0], 4) / 2))
     return np.broadcast_to(-1 / tau, shape).astype(np.float32).copy()
 
 
@@ -133,11 +133,13 @@ def _dyadic_beta(rng, shape):
 
 
 def _kimi_A_log(rng, shape):
-    return np.log(_uniform(1, 16)(rng, shape)).astype(np.float32)
+    """log A with A uniform in [1, 16]."""
+    return np.log(_uniform(1, 16)(rng, shape).astype(np.float64)).astype(np.float32)
 
 
 def _kimi_dt_bias(rng, shape):
-    dt = np.exp(_uniform(math.log(1e-3), math.log(1e-1))(rng, shape))
+    """softplus^-1 of a step log-uniform in [1e-3, 1e-1]."""
+    dt = np.exp(_uniform(math.log(1e-3), math.log(1e-1))(rng, shape).astype(np.float64))
     return (dt + np.log(-np.expm1(-dt))).astype(np.float32)
 
 
@@ -171,6 +173,7 @@ GATES: Mapping[str, Pattern] = {
     "spikes_1e6": _spikes(-1e6),
     "resets": _spikes(-math.inf),
 }
+BELOW_BOUND = frozenset({"spikes_50", "spikes_500", "spikes_1e6", "resets"})  # what safe_gate promises not to have
 RAW_GATES: Mapping[str, Pattern] = {
     "zeros": _full(0.0),
     "ramp": _ramp,

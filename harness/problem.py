@@ -1,11 +1,9 @@
-"""Authority on problems: what a test input is, how it is written down, and how its tensors come out the same
-everywhere.
-"""
+"""Authority on problems: what a test input is, how it is written down, and how its tensors are made."""
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -20,41 +18,63 @@ GATES = ("pregated", "softplus", "lower_bound")
 LOSSES = ("both", "o", "state", "none")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OFFSETS = {"int64": torch.int64, "int32": torch.int32}
-STREAMS = (
-    "q",
-    "k",
-    "v",
-    "g",
-    "beta",
-    "A_log",
-    "dt_bias",
-    "h0",
-    "do",
-    "dht",
-)  # position = stream of the seed; only append
+STREAMS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "h0", "do", "dht")  # place = stream of the seed: only append
 MAX_JSON_BYTES = 2**20
 MAX_TOKENS, MAX_HEADS, MAX_DIM, MAX_EDITS = 2**21, 4096, 256, 64
+MAX_ELEMENTS = 2**33  # of one tensor: beyond any machine's memory, and beyond every 32-bit offset
+FLAGS = (
+    *("packed", "safe_gate", "l2norm", "beta_sigmoid", "neg_eigval"),
+    *("initial_state", "final_state", "v_first", "intermediates"),
+)
+EDIT_FIELDS = {"tensor", "index", "value"}
+NON_FINITE = {name: float(name) for name in ("inf", "-inf", "nan")}  # JSON has no numbers for them
+
+Fault = tuple[str, object, str]  # a field, its value, what it must be
+
+
+def _is_integer(x: object, low: int, high: int) -> bool:
+    return type(x) is int and low <= x <= high
+
+
+def _is_number(x: object) -> bool:
+    return type(x) is float or _is_integer(x, -(2**63), 2**63)
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One element set by hand after everything else: `tensor` is a stream name, `index` counts in the tensor's own
-    layout.
+    """One element set by hand after everything else.
+
+    `tensor` is a stream name. `index` is (row, head, channel), rows counted over the whole batch; (row, head) for beta;
+    (sequence, head, k, v) for the states, whatever their layout in the call; (head,) for A_log; (head, channel) for
+    dt_bias.
     """
 
     tensor: str
     index: tuple[int, ...]
     value: float
 
+    def __post_init__(self):
+        if self.tensor not in STREAMS:
+            raise ValueError(f"Edit.tensor is {self.tensor!r}; it must be one of {', '.join(STREAMS)}")
+        if not isinstance(self.index, (tuple, list)) or any(type(i) is not int or i < 0 for i in self.index):
+            raise ValueError(f"Edit.index is {self.index!r}; it must be a tuple of integers from 0")
+        if not _is_number(self.value):
+            raise ValueError(f"Edit.value is {self.value!r}; it must be a number")
+        object.__setattr__(self, "index", tuple(self.index))
+        object.__setattr__(self, "value", float(self.value))
+
+    def __repr__(self) -> str:
+        """Valid Python for infinities and NaN too."""
+        value = repr(self.value) if math.isfinite(self.value) else f"float({str(self.value)!r})"
+        return f"Edit({self.tensor!r}, {self.index!r}, {value})"
+
 
 @dataclass(frozen=True)
 class Problem:
-    """An input of the operator in plain scalars and names, structure first; the defaults are the simplest problem
-    there is.
+    """An input of the operator in plain scalars and names, structure first; the defaults are the simplest one there is.
 
     `lengths`: one per sequence; equal ones make a dense batch unless `packed`. `tail`: tokens after the last packed
-    sequence. HV =
-    heads * group. `loss`: which outputs gradients come from.
+    sequence. HV = heads * group. `loss`: which outputs gradients come from.
     """
 
     entry: str = "recurrent"
@@ -100,63 +120,82 @@ class Problem:
         return f"Problem({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
 
     def __post_init__(self):
-        object.__setattr__(self, "lengths", tuple(self.lengths))
-        object.__setattr__(self, "edits", tuple(self.edits))
-        for name, wrong, must in self._faults():
-            raise ValueError(f"Problem.{name} is {wrong!r}; it must be {must}")
-
-    def _faults(self):
-        integer = lambda x, low, high: type(x) is int and low <= x <= high  # noqa: E731
-        if not all(integer(length, 0, MAX_TOKENS) for length in self.lengths) or sum(self.lengths) > MAX_TOKENS:
-            yield "lengths", self.lengths, f"token counts of at most {MAX_TOKENS} together"
-        if not self.packed and len(set(self.lengths)) > 1:
-            yield "lengths", self.lengths, "all equal, unless packed is True"
-        if not self.packed and not self.lengths:
-            yield "lengths", self.lengths, "at least one, unless packed is True"
-        if not integer(self.tail, 0, MAX_TOKENS) or (self.tail and not self.packed):
-            yield "tail", self.tail, "a token count, and 0 unless packed is True"
-        for name, high in (("heads", MAX_HEADS), ("group", MAX_HEADS), ("K", MAX_DIM), ("V", MAX_DIM)):
-            if not integer(getattr(self, name), 1, high):
-                yield name, getattr(self, name), f"an integer in 1..{high}"
-        menus = {
-            "entry": ENTRIES,
-            "gate": GATES,
-            "loss": LOSSES,
-            "dtype": DTYPES,
-            "gate_dtype": DTYPES,
-            "offsets": OFFSETS,
-        }
-        menus |= {"chunk_size": (32, 64)} | {name: menu for name, menu in self.menus().items()}
-        for name, menu in menus.items():
+        for name in ("lengths", "edits"):
             value = getattr(self, name)
-            if value not in menu and not (value is None and name in ("A_log", "dt_bias")):
-                yield name, value, f"one of {', '.join(map(str, menu))}"
-        for name in (
-            "packed",
-            "safe_gate",
-            "l2norm",
-            "beta_sigmoid",
-            "neg_eigval",
-            "initial_state",
-            "final_state",
-            "v_first",
-            "intermediates",
-        ):
+            if not isinstance(value, (tuple, list)):
+                raise ValueError(f"Problem.{name} is {value!r}; it must be a tuple")
+            object.__setattr__(self, name, tuple(value))
+        for faults in (self._faults_of_structure, self._faults_of_modes, self._faults_of_values):
+            for name, wrong, must in faults():
+                raise ValueError(f"Problem.{name} is {wrong!r}; it must be {must}")
+
+    def _faults_of_structure(self) -> Iterator[Fault]:
+        if not all(_is_integer(length, 0, MAX_TOKENS) for length in self.lengths) or sum(self.lengths) > MAX_TOKENS:
+            yield "lengths", self.lengths, f"token counts of at most {MAX_TOKENS} together"
+        for name in FLAGS:
             if type(getattr(self, name)) is not bool:
                 yield name, getattr(self, name), "True or False"
-        bound = self.lower_bound
-        if (self.gate == "lower_bound") != (bound is not None) or (bound is not None and not -math.inf < bound < 0):
+        if not self.packed and len(set(self.lengths)) != 1:
+            yield "lengths", self.lengths, "at least one and all equal, unless packed is True"
+        if not _is_integer(self.tail, 0, MAX_TOKENS) or (self.tail and not self.packed):
+            yield "tail", self.tail, "a token count, and 0 unless packed is True"
+        for name, high in (("heads", MAX_HEADS), ("group", MAX_HEADS), ("K", MAX_DIM), ("V", MAX_DIM)):
+            if not _is_integer(getattr(self, name), 1, high):
+                yield name, getattr(self, name), f"an integer in 1..{high}"
+        for name in ("q", "g", "v", "h0"):
+            shape = self.shape(name)
+            if math.prod(shape) > MAX_ELEMENTS:
+                yield "lengths", self.lengths, f"few enough for {name} {list(shape)} to have {MAX_ELEMENTS} elements"
+
+    def _faults_of_modes(self) -> Iterator[Fault]:
+        menus = {"entry": ENTRIES, "gate": GATES, "loss": LOSSES}
+        menus |= {"dtype": DTYPES, "gate_dtype": DTYPES, "offsets": OFFSETS}
+        for name, menu in menus.items():
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in menu:
+                yield name, getattr(self, name), f"one of {', '.join(menu)}"
+        if type(self.chunk_size) is not int or self.chunk_size not in (32, 64):
+            yield "chunk_size", self.chunk_size, "32 or 64"
+        bound, given = self.lower_bound, self.lower_bound is not None
+        if (self.gate == "lower_bound") != given or (given and not (_is_number(bound) and -math.inf < bound < 0)):
             yield "lower_bound", bound, "a finite number below 0 with gate='lower_bound', else None"
-        if self.scale is not None and not math.isfinite(self.scale):
-            yield "scale", self.scale, "finite, or None"
-        if not integer(self.seed, 0, 2**32 - 1):
+        if self.entry == "gate" and self.gate == "pregated":
+            yield "gate", self.gate, "softplus or lower_bound with entry='gate'"
+        bounded = bound >= patterns.BOUND if given else self.gate == "pregated" and self.g not in patterns.BELOW_BOUND
+        if self.entry == "chunk" and self.safe_gate and not bounded:
+            yield "safe_gate", True, f"False, unless no gate is below {patterns.BOUND:g}"
+        if self.neg_eigval and not self.beta_sigmoid:
+            yield "neg_eigval", True, "False, unless beta_sigmoid is True"
+        if self.intermediates and self.entry != "chunk":
+            yield "intermediates", True, "False, unless entry is 'chunk'"
+        if self.scale is not None and not (_is_number(self.scale) and math.isfinite(self.scale)):
+            yield "scale", self.scale, "a finite number, or None"
+
+    def _faults_of_values(self) -> Iterator[Fault]:
+        for name, menu in self.menus().items():
+            value = getattr(self, name)
+            optional = name == "dt_bias" or (name == "A_log" and self.gate != "softplus")
+            if not (value is None and optional) and not (isinstance(value, str) and value in menu):
+                yield name, value, f"one of {', '.join(menu)}{', or None' if optional else ''}"
+        if not _is_integer(self.seed, 0, 2**32 - 1):
             yield "seed", self.seed, "an integer in 0..2^32 - 1"
-        if len(self.edits) > MAX_EDITS or any(not isinstance(e, Edit) or e.tensor not in STREAMS for e in self.edits):
-            yield "edits", self.edits, f"at most {MAX_EDITS} edits of {', '.join(STREAMS)}"
+        if len(self.edits) > MAX_EDITS or not all(isinstance(edit, Edit) for edit in self.edits):
+            yield "edits", self.edits, f"at most {MAX_EDITS} of Edit"
+        for edit in self.edits:
+            shape = self.shape(edit.tensor)
+            if len(edit.index) != len(shape) or any(i >= n for i, n in zip(edit.index, shape)):
+                yield "edits", edit, f"inside the shape {list(shape)} of {edit.tensor}"
+
+    def shape(self, stream: str) -> tuple[int, ...]:
+        """The shape that a stream's pattern fills: rows are the tokens of the whole batch."""
+        rows, HV = math.prod(self.batch), self.value_heads
+        state = (len(self.lengths), HV, self.K, self.V)
+        shapes = {"q": (rows, self.heads, self.K), "g": (rows, HV, self.K), "v": (rows, HV, self.V), "beta": (rows, HV)}
+        shapes |= {"k": shapes["q"], "do": shapes["g" if self.entry == "gate" else "v"], "h0": state, "dht": state}
+        return (shapes | {"A_log": (HV,), "dt_bias": (HV, self.K)})[stream]
 
     def menus(self) -> dict[str, Mapping[str, patterns.Pattern]]:
         """The patterns that each tensor of this problem may have."""
-        gates = patterns.GATES if self.gate == "pregated" and self.entry != "gate" else patterns.RAW_GATES
+        gates = patterns.GATES if self.gate == "pregated" else patterns.RAW_GATES
         return {
             **{name: patterns.VALUES for name in ("q", "k", "v", "h0", "do", "dht")},
             "g": gates,
@@ -193,8 +232,16 @@ class Problem:
                 names |= ({"dA_log"} if self.A_log else set()) | ({"ddt_bias"} if self.dt_bias else set())
         return frozenset(names)
 
+    def as_dict(self) -> dict[str, object]:
+        """The fields as JSON knows them: infinite and NaN edits are strings."""
+        fields_ = asdict(self)
+        for edit in fields_["edits"]:
+            edit["value"] = edit["value"] if math.isfinite(edit["value"]) else str(edit["value"])
+        return fields_
+
     def to_json(self, found: Mapping[str, object] | None = None) -> str:
-        return json.dumps({"schema": 1, "problem": asdict(self), "found": dict(found or {})}, indent=1, allow_nan=True)
+        document = {"schema": 1, "problem": self.as_dict(), "found": dict(found or {})}
+        return json.dumps(document, indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> "Problem":
@@ -205,24 +252,22 @@ class Problem:
             document = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"problem JSON cannot be read: {error}") from None
-        if (
-            not isinstance(document, dict)
-            or document.get("schema") != 1
-            or not isinstance(document.get("problem"), dict)
-        ):
+        shaped = isinstance(document, dict) and isinstance(document.get("problem"), dict)
+        if not shaped or document.get("schema") != 1:
             raise ValueError('problem JSON must be {"schema": 1, "problem": {...}, "found": {...}}')
         given = dict(document["problem"])
         unknown = set(given) - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"problem JSON has unknown fields: {', '.join(sorted(map(repr, unknown)))}")
-        try:
-            given["lengths"] = tuple(given.get("lengths", (1,)))
-            given["edits"] = tuple(
-                Edit(str(e["tensor"]), tuple(int(i) for i in e["index"]), float(e["value"]))
-                for e in given.get("edits", ())
+        edits = given.pop("edits", [])
+        if not isinstance(edits, list) or not all(isinstance(e, dict) and set(e) == EDIT_FIELDS for e in edits):
+            raise ValueError(
+                f"problem JSON has edits of the wrong kind; each must have {', '.join(sorted(EDIT_FIELDS))}"
             )
-            return cls(**given)
-        except (TypeError, KeyError) as error:
+        try:
+            made = [Edit(e["tensor"], e["index"], NON_FINITE.get(e["value"], e["value"])) for e in edits]
+            return cls(**given, edits=tuple(made))
+        except TypeError as error:
             raise ValueError(f"problem JSON has a field of the wrong kind: {error}") from None
 
     @classmethod
@@ -247,35 +292,30 @@ class Case:
 
 
 def materialise(problem: Problem, device: torch.device | str = "cpu") -> Case:
-    """The tensors of a problem, each from its own stream of the seed, rounded to its dtype: the same on every
-    machine.
-    """
+    """The tensors of a problem, each from its own stream of the seed, rounded to its dtype."""
     B, T = problem.batch
-    HV, K, V = problem.value_heads, problem.K, problem.V
-    io, gate_dtype = DTYPES[problem.dtype], DTYPES[problem.gate_dtype]
-    rows = B * T
-    sequences = len(problem.lengths)
-    in_kernel = problem.gate != "pregated" or problem.entry == "gate"
-    made = {"g": _values(problem, "g", (rows, HV, K)).reshape(B, T, HV, K)}
-    dtypes = {"g": gate_dtype}
-    if problem.entry != "gate":
-        made["q"] = _values(problem, "q", (rows, problem.heads, K)).reshape(B, T, problem.heads, K)
-        made["k"] = _values(problem, "k", (rows, problem.heads, K)).reshape(B, T, problem.heads, K)
-        made["v"] = _values(problem, "v", (rows, HV, V)).reshape(B, T, HV, V)
-        made["beta"] = _values(problem, "beta", (rows, HV)).reshape(B, T, HV)
-        dtypes |= {"q": io, "k": io, "v": io, "beta": io}
-        if problem.initial_state:
-            made["initial_state"] = _state(problem, _values(problem, "h0", (sequences, HV, K, V)))
-    if in_kernel and problem.A_log:
-        made["A_log"] = _values(problem, "A_log", (HV,))
-    if in_kernel and problem.dt_bias:
-        made["dt_bias"] = _values(problem, "dt_bias", (HV, K)).reshape(HV * K)
+    names, whole = ["g"], problem.entry != "gate"
+    if whole:
+        names += ["q", "k", "v", "beta"] + (["h0"] if problem.initial_state else [])
+    if problem.gate != "pregated":
+        names += [name for name in ("A_log", "dt_bias") if getattr(problem, name)]
     if problem.loss in ("both", "o"):
-        width = K if problem.entry == "gate" else V
-        made["do"] = _values(problem, "do", (rows, HV, width)).reshape(B, T, HV, width)
-        dtypes["do"] = torch.float32 if problem.entry == "gate" else io
-    if problem.loss in ("both", "state") and problem.final_state and problem.entry != "gate":
-        made["dht"] = _state(problem, _values(problem, "dht", (sequences, HV, K, V)))
+        names.append("do")
+    if problem.loss in ("both", "state") and problem.final_state and whole:
+        names.append("dht")
+    io, gate_dtype = DTYPES[problem.dtype], DTYPES[problem.gate_dtype]
+    dtypes = dict.fromkeys(("q", "k", "v", "beta", "do"), io) | {"g": gate_dtype}
+    dtypes |= {} if whole else {"do": torch.float32}
+    made = {}
+    for name in names:
+        values = _values(problem, name)
+        if name in ("h0", "dht"):
+            values = np.swapaxes(values, -1, -2) if problem.v_first else values
+        elif name == "dt_bias":
+            values = values.reshape(-1)
+        elif name != "A_log":
+            values = values.reshape(B, T, *values.shape[1:])
+        made["initial_state" if name == "h0" else name] = values
     inputs: dict[str, Tensor | None] = {
         name: torch.from_numpy(np.ascontiguousarray(x)).to(device).to(dtypes.get(name, torch.float32))
         for name, x in made.items()
@@ -300,25 +340,12 @@ def options_of(problem: Problem) -> Options:
     )
 
 
-def _state(problem: Problem, state: np.ndarray) -> np.ndarray:
-    return np.swapaxes(state, -1, -2) if problem.v_first else state
-
-
-def _values(problem: Problem, stream: str, shape: tuple[int, ...]) -> np.ndarray:
+def _values(problem: Problem, stream: str) -> np.ndarray:
     rng = np.random.default_rng([problem.seed, STREAMS.index(stream)])
+    shape = problem.shape(stream)
     pattern = problem.menus()[stream][getattr(problem, stream)]
     values = np.array(pattern(rng, shape), np.float32, copy=True) if 0 not in shape else np.zeros(shape, np.float32)
     for edit in problem.edits:
         if edit.tensor == stream:
-            if len(edit.index) != len(shape) or any(not 0 <= i < n for i, n in zip(edit.index, shape)):
-                raise ValueError(f"Problem.edits index {edit.index} of {stream} is outside its shape {shape}")
             values[edit.index] = edit.value
     return values
-
-
-def simplified(problem: Problem, **changes: object) -> Problem | None:
-    """The problem with some fields changed, or None where that is no legal problem."""
-    try:
-        return replace(problem, **changes)
-    except ValueError:
-        return None

@@ -7,21 +7,18 @@ import platform
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
 import torch
 import triton
 
+from harness.isolate import StorageError
 from harness.problem import Problem
 from harness.verdict import SEVERITY, Verdict
 
 FAILURES = frozenset({"BUG", "UNSTABLE", "NONDETERMINISTIC", "CRASH", "HANG", "SUSPECT"})
-
-
-class StorageError(Exception):
-    """A result could not be written; the finding itself is in the message."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,10 @@ class Report:
             ) from None
 
     def save(self, finding: Finding) -> Finding:
-        """Write problem.json of a finding; saving it again replaces the problem by a smaller one, atomically."""
+        """Write problem.json; saving a finding again replaces its problem by a smaller one, atomically.
+
+        Where that fails the document is printed instead, and the finding has no path: the run goes on.
+        """
         path = self.folder / finding.id / "problem.json"
         found = {
             "route": finding.route,
@@ -122,20 +122,20 @@ class Report:
         try:
             _write_atomically(path, text)
         except OSError as error:
-            print(text, file=sys.stderr, flush=True)
-            raise StorageError(f"{path} could not be written ({error}); the problem is printed above") from None
+            print(f"kda: {path} could not be written ({error}):\n{text}", file=sys.stderr, flush=True)
+            return finding
         return replace(finding, path=str(path))
 
     def finish(self, document: dict, extra: Path | None) -> None:
         """Append the run to results.jsonl, and write it to `extra` if given."""
-        line = json.dumps(document, allow_nan=True)
+        line = json.dumps(document, allow_nan=False)
         try:
             with open(self.root / "results.jsonl", "a") as file:
                 file.write(line + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             if extra:
-                _write_atomically(extra, json.dumps(document, indent=1, allow_nan=True))
+                _write_atomically(extra, json.dumps(document, indent=1, allow_nan=False))
         except OSError as error:
             print(line, file=sys.stderr, flush=True)
             raise StorageError(f"the results could not be written ({error}); they are printed above") from None
@@ -185,7 +185,7 @@ def document(
                 "quantity": f.quantity,
                 "class": f.klass,
                 "ratio": _number(f.ratio),
-                "problem": asdict(f.problem),
+                "problem": f.problem.as_dict(),
                 "path": f.path,
             }
             for f in findings

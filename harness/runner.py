@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from harness.bits import differing_bytes
-from harness.isolate import Child, Outcome
+from harness.call import NotCovered, Route, RouteDidNotRun, call
+from harness.isolate import Child, Outcome, context_is_lost
 from harness.problem import Problem, materialise
-from harness.subject import NotCovered, Route, RouteDidNotRun, Subject, call
+from harness.subject import Subject
 from harness.verdict import Verdict, judge
 
 SMALL_STEPS = 2e7  # tokens x heads x K x V up to which the oracle is faster on the CPU than a launch per operation
@@ -26,6 +27,7 @@ class Checked:
     oracle_seconds: float = 0.0
     peak_bytes: int = 0
     proven: bool = True
+    missing: frozenset[str] = frozenset()  # quantities of the problem that the route does not claim to have
 
 
 class Runner:
@@ -41,6 +43,7 @@ class Runner:
         pin_autotune: bool = False,
     ):
         self.subject, self.device = subject, device
+        self.poisoned = False  # an illegal access in this process: no later result on the GPU means anything
         self.child = None
         if subject.foreign if isolated is None else isolated:
             limits = {} if timeouts is None else {"first_call": timeouts[0], "later_calls": timeouts[1]}
@@ -51,11 +54,9 @@ class Runner:
             self.child.close()
 
     def check(self, route_id: str, problem: Problem, repeat: bool = False, seed: int = 0) -> Checked:
-        """Verdicts for every quantity of the problem; with `repeat`, the call is made twice and must agree bit by
-        bit.
-        """
+        """Verdicts for every quantity of the problem; with `repeat` two calls must agree bit by bit."""
         route = self.subject.route(route_id, problem.entry)
-        checked = Checked(problem, route_id)
+        checked = Checked(problem, route_id, missing=problem.quantities() - route.quantities(problem))
         outcome = self._run(route, problem)
         again = self._run(route, problem) if repeat and outcome.status == "ran" else None
         checked.compile_seconds = outcome.compile_seconds
@@ -84,6 +85,7 @@ class Runner:
         except RouteDidNotRun as reason:
             return Outcome("unproven", message=str(reason))
         except Exception as error:
+            self.poisoned = self.device != "cpu" and context_is_lost()
             return Outcome("crash", message=f"{type(error).__name__}: {error}")
         return Outcome(
             "ran",
@@ -112,9 +114,8 @@ class Runner:
 
 def _without_numbers(outcome: Outcome) -> list[Verdict] | None:
     """The verdict on a call that returned nothing to look at."""
-    klass = {"crash": "CRASH", "hang": "HANG", "not_covered": "NOT_COVERED", "unproven": "NOT_COVERED"}.get(
-        outcome.status
-    )
+    classes = {"crash": "CRASH", "hang": "HANG", "not_covered": "NOT_COVERED", "unproven": "NOT_COVERED"}
+    klass = classes.get(outcome.status)
     if klass is None:
         return None
     ratio = 0.0 if klass == "NOT_COVERED" else math.inf
@@ -125,11 +126,8 @@ def _differences(first: Outcome, second: Outcome | None) -> list[Verdict]:
     if second is None:
         return []
     if second.status != "ran":
-        return [
-            Verdict(
-                "call", "NONDETERMINISTIC", math.inf, "repeat", f"the second call: {second.status}, {second.message}"
-            )
-        ]
+        message = f"the second call: {second.status}, {second.message}"
+        return [Verdict("call", "NONDETERMINISTIC", math.inf, "repeat", message)]
     out = []
     for name, x in first.outputs.items():
         y = second.outputs[name]

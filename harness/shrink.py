@@ -4,13 +4,11 @@ the same class.
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
-from harness.problem import Problem, simplified
+from harness.problem import Problem
 
 _FLAGS = ("v_first", "intermediates", "neg_eigval", "beta_sigmoid", "l2norm", "initial_state", "safe_gate")
-
-
 _COMPILE_KEY = ("heads", "group", "K", "V", "dtype", "gate_dtype", "chunk_size")
 
 
@@ -42,8 +40,11 @@ def shrink(
 def _simpler(problem: Problem) -> Iterator[Problem]:
     """Legal problems that are simpler by one step, boldest first."""
     for changes in _changes(problem):
-        candidate = simplified(problem, **changes)
-        if candidate is not None and candidate != problem:
+        try:
+            candidate = replace(problem, **changes)
+        except ValueError:  # no legal problem
+            continue
+        if candidate != problem:
             yield candidate
 
 

@@ -4,6 +4,7 @@ something readable.
 
 from hypothesis import strategies as st
 
+from harness import patterns
 from harness.families import BOUNDARIES, Family
 from harness.problem import Problem
 
@@ -71,13 +72,14 @@ def problems(draw, family: Family, entry: str, longest: int = 66) -> Problem:
 
 def _patterns(draw, family: Family, structure: dict) -> dict[str, str | None]:
     """A pattern for every tensor: the family's menu where it applies, readable ordinary values elsewhere."""
-    probe = Problem(**{**structure, "g": "zeros", "beta": "zeros"})
+    has_gate = structure["gate"] != "pregated"
+    probe = Problem(**structure, g="zeros", beta="zeros", A_log="zeros" if has_gate else None)
     menus, chosen = probe.menus(), {}
     ordinary = {
         "q": ("unit",),
         "k": ("unit",),
         "v": ("ramp", "gauss"),
-        "g": ("mild",) if probe.gate == "pregated" and probe.entry != "gate" else ("gauss",),
+        "g": ("gauss",) if has_gate else ("mild",),
         "beta": ("gauss",) if probe.beta_sigmoid else ("uniform",),
         "h0": ("gauss",),
         "do": ("gauss",),
@@ -85,15 +87,12 @@ def _patterns(draw, family: Family, structure: dict) -> dict[str, str | None]:
         "A_log": ("zeros", "gauss"),
         "dt_bias": ("zeros", "gauss"),
     }
-    safe_gates = ("zeros", "slow", "mild", "bound", "half_bound", "bounded", "dyadic")
     for name, fallback in ordinary.items():
         menu = [p for p in family.patterns.get(name, ()) if p in menus[name]] or list(fallback)
-        if name == "g" and probe.safe_gate and probe.gate == "pregated":
-            menu = [p for p in menu if p in safe_gates] or ["bound"]
+        if name == "g" and probe.safe_gate:
+            menu = [p for p in menu if p not in patterns.BELOW_BOUND] or ["bound"]
         chosen[name] = draw(st.sampled_from(menu), label=name)
-    needs_A = probe.gate == "softplus"
-    has_gate = probe.gate != "pregated" or probe.entry == "gate"
-    if not has_gate or (not needs_A and draw(st.booleans(), label="without A_log")):
+    if not has_gate or (probe.gate != "softplus" and draw(st.booleans(), label="without A_log")):
         chosen["A_log"] = None
     if not has_gate or draw(st.booleans(), label="without dt_bias"):
         chosen["dt_bias"] = None

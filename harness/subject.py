@@ -1,62 +1,22 @@
-"""Authority on implementations under test: how each is found by name, what it can do, and how a problem becomes a
-call of it.
-"""
+"""Authority on implementations under test: how each is found by name, what it can do, and what it may round."""
 
 import contextlib
 import importlib
 import inspect
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 
-import torch
-import triton
-from torch import Tensor
-
-from harness.bits import differing_bytes
-from harness.problem import Case, Problem
+from harness.call import DIFFERENTIABLE, Route, keywords
+from harness.problem import Problem
 from kda.precision import PrecisionSpec
 
-DIFFERENTIABLE = {
-    "q": "dq",
-    "k": "dk",
-    "v": "dv",
-    "g": "dg",
-    "beta": "dbeta",
-    "A_log": "dA_log",
-    "dt_bias": "ddt_bias",
-    "initial_state": "dh0",
-}
+__all__ = ["DIFFERENTIABLE", "Route", "Subject", "keywords", "known_subjects", "load_subject", "own_subject"]
+
 ENTRY_OF_NAME = {"chunk_kda": "chunk", "fused_recurrent_kda": "recurrent", "fused_kda_gate": "gate"}
 ENTRY_POINTS = "kda.subjects"
-
-
-class NotCovered(Exception):
-    """The subject lacks what the problem asks for; counted, and never a pass."""
-
-
-class RouteDidNotRun(Exception):
-    """The launch record lacks the route that a check claims."""
-
-
-@dataclass(frozen=True)
-class Route:
-    """One implementation of an entry point by a subject. `lacks` says why it cannot take a problem, or None."""
-
-    id: str
-    entry: str
-    function: Callable
-    spec: PrecisionSpec
-    lacks: Callable[[Problem], str | None] = lambda problem: None
-    differentiable: bool = True
-    context: Callable[[], AbstractContextManager] = contextlib.nullcontext
-
-    def quantities(self, problem: Problem) -> frozenset[str]:
-        wanted = problem.quantities()
-        return wanted if self.differentiable else frozenset(name for name in wanted if not name.startswith("d"))
 
 
 @dataclass(frozen=True)
@@ -75,115 +35,6 @@ class Subject:
                 return route
         have = ", ".join(sorted({f"{route.id} ({route.entry})" for route in self.routes}))
         raise ValueError(f"route is {route_id!r} for entry {entry!r}; {self.name} has {have}")
-
-
-@dataclass
-class Run:
-    """What a call returned: outputs by quantity, seconds (and those of them that Triton's compiler took), inputs that
-    were changed,
-
-    peak bytes on a GPU."""
-
-    outputs: dict[str, Tensor]
-    seconds: float
-    compile_seconds: float = 0.0
-    modified: tuple[str, ...] = ()
-    peak_bytes: int = 0
-
-
-def keywords(case: Case, entry: str) -> dict[str, object]:
-    """The arguments of a call other than differentiable tensors, by the names that kda and fla share."""
-    problem, inputs, options = case.problem, case.inputs, case.options
-    if entry == "gate":
-        return {"lower_bound": options.lower_bound}
-    words: dict[str, object] = {
-        "scale": options.scale,
-        "output_final_state": problem.final_state,
-        "use_qk_l2norm_in_kernel": options.use_qk_l2norm_in_kernel,
-        "use_gate_in_kernel": options.use_gate_in_kernel,
-        "use_beta_sigmoid_in_kernel": options.use_beta_sigmoid_in_kernel,
-        "allow_neg_eigval": options.allow_neg_eigval,
-        "lower_bound": options.lower_bound,
-        "state_v_first": options.state_v_first,
-        "cu_seqlens": inputs.get("cu_seqlens"),
-    }
-    if entry == "chunk":
-        words |= {"safe_gate": problem.safe_gate, "chunk_size": problem.chunk_size}
-        words |= {"return_intermediate_states": True} if problem.intermediates else {}
-    return words
-
-
-@dataclass
-class CompileClock:
-    """Seconds that Triton's compiler took."""
-
-    seconds: float = 0.0
-
-
-@contextlib.contextmanager
-def compile_clock() -> Iterator[CompileClock]:
-    """Counts compilation inside the block; what came from the cache costs nothing and counts nothing."""
-    clock, before = CompileClock(), triton.knobs.compilation.listener
-
-    def listen(*, times, **_) -> None:
-        clock.seconds += times.total / 1e6
-
-    triton.knobs.compilation.listener = listen
-    try:
-        yield clock
-    finally:
-        triton.knobs.compilation.listener = before
-
-
-def call(route: Route, case: Case) -> Run:
-    """Run a problem on a route, forward and, if the problem has a loss, backward."""
-    reason = route.lacks(case.problem)
-    if reason:
-        raise NotCovered(reason)
-    gradients = case.problem.gradients and route.differentiable
-    before = {name: None if x is None else x.clone() for name, x in case.inputs.items()}
-    leaves = {
-        name: case.inputs[name].detach().requires_grad_(gradients)
-        for name in DIFFERENTIABLE
-        if case.inputs.get(name) is not None
-    }
-    cuda = case.inputs["g"].is_cuda
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        resting = torch.cuda.memory_allocated()
-    started = time.perf_counter()
-    with route.context() as launches, compile_clock() as compiling:
-        outputs = _forward_backward(route, case, leaves, gradients)
-    if cuda:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
-    if launches is not None and case.inputs["g"].numel() and {launch.route for launch in launches} != {route.id}:
-        ran = ", ".join(sorted({launch.route for launch in launches})) or "nothing"
-        raise RouteDidNotRun(f"route {route.id} was forced, and the launch record shows {ran}")
-    peak = torch.cuda.max_memory_allocated() - resting if cuda else 0
-    modified = tuple(name for name, x in before.items() if x is not None and differing_bytes(x, case.inputs[name]))
-    return Run(outputs, seconds, compiling.seconds, modified, peak)
-
-
-def _forward_backward(route: Route, case: Case, leaves: Mapping[str, Tensor], gradients: bool) -> dict[str, Tensor]:
-    returned = route.function(**leaves, **keywords(case, route.entry))
-    results = returned if isinstance(returned, tuple) else (returned,)
-    named = dict(zip(("o", "ht", "h"), results))
-    outputs = {name: x.detach() for name, x in named.items() if x is not None}
-    if gradients:
-        roots = [(named[n], case.inputs[d]) for n, d in (("o", "do"), ("ht", "dht")) if case.inputs.get(d) is not None]
-        roots = [(root, grad) for root, grad in roots if root is not None and root.requires_grad]
-        if not roots:
-            raise NotCovered("its outputs carry no gradient")
-        grads = torch.autograd.grad(
-            [r for r, _ in roots], list(leaves.values()), [g for _, g in roots], allow_unused=True
-        )
-        # An input that did not take part has gradient zero, as autograd itself says with materialize_grads.
-        outputs |= {
-            DIFFERENTIABLE[n]: torch.zeros_like(leaf) if g is None else g for (n, leaf), g in zip(leaves.items(), grads)
-        }
-    return outputs
 
 
 def own_subject() -> Subject:
@@ -222,8 +73,9 @@ _CHUNK_STAGES = {
 
 
 def foreign_specs() -> dict[str, PrecisionSpec]:
-    """What kernels with fla's signatures are taken to round, unless a subject declares better: `dot` is tf32 for fp32
-    tensors.
+    """What kernels with fla's signatures are taken to round, unless a subject declares better.
+
+    `dot` is tf32 for fp32 tensors.
     """
     chunk = _CHUNK_STAGES
     return {
@@ -240,25 +92,28 @@ def _accepts(function: Callable) -> Callable[[Problem], str | None]:
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
     def lacks(problem: Problem) -> str | None:
-        parameters_of_gate = {"A_log": problem.A_log is not None, "dt_bias": problem.dt_bias is not None}
-        needed = (
-            parameters_of_gate
-            if problem.entry == "gate"
-            else {
-                "A_log": problem.A_log is not None,
-                "dt_bias": problem.dt_bias is not None,
+        needed = {
+            "A_log": problem.A_log is not None,
+            "dt_bias": problem.dt_bias is not None,
+            "lower_bound": problem.lower_bound is not None,
+        }
+        if problem.entry != "gate":
+            needed |= {
+                "scale": problem.scale is not None,
                 "use_qk_l2norm_in_kernel": problem.l2norm,
                 "use_gate_in_kernel": problem.gate != "pregated",
                 "use_beta_sigmoid_in_kernel": problem.beta_sigmoid,
                 "allow_neg_eigval": problem.neg_eigval,
-                "lower_bound": problem.lower_bound is not None,
                 "state_v_first": problem.v_first,
                 "cu_seqlens": problem.packed,
-                "safe_gate": problem.safe_gate,
-                "return_intermediate_states": problem.intermediates,
                 "initial_state": problem.initial_state,
             }
-        )
+        if problem.entry == "chunk":
+            needed |= {
+                "safe_gate": problem.safe_gate,
+                "return_intermediate_states": problem.intermediates,
+                "chunk_size": problem.intermediates and problem.chunk_size != 64,
+            }
         missing = [name for name, wanted in needed.items() if wanted and name not in parameters]
         return None if anything or not missing else f"has no argument {', '.join(missing)}"
 
@@ -277,22 +132,25 @@ def _and(*checks: Callable[[Problem], str | None]) -> Callable[[Problem], str | 
     return lambda problem: next((reason for check in checks if (reason := check(problem))), None)
 
 
+def _wants_safe_gate(problem: Problem) -> str | None:
+    return None if problem.safe_gate else "the safe_gate path takes safe_gate problems"
+
+
+def _wants_no_safe_gate(problem: Problem) -> str | None:
+    return "the unbounded path takes problems without safe_gate" if problem.safe_gate else None
+
+
 def signature_subject(name: str, functions: Mapping[str, Callable], version: str = "") -> Subject:
-    """A subject from callables with fla's signatures, by entry; `precision` on a function overrides the assumed
-    PrecisionSpec.
+    """A subject from callables with fla's signatures, by entry.
+
+    On a function `precision` overrides the assumed PrecisionSpec, and `differentiable = False` drops the gradients.
     """
     specs, routes = foreign_specs(), []
     for entry, function in functions.items():
         lacks, known = _accepts(function), _only_known(function)
         declared = getattr(function, "precision", None)
         if entry == "chunk":
-            safe = _and(
-                lacks, lambda problem: None if problem.safe_gate else "the safe_gate path takes safe_gate problems"
-            )
-            free = _and(
-                lacks,
-                lambda problem: "the unbounded path takes problems without safe_gate" if problem.safe_gate else None,
-            )
+            safe, free = _and(lacks, _wants_safe_gate), _and(lacks, _wants_no_safe_gate)
             routes.append(Route("chunk-safe_gate", entry, known, declared or specs["chunk-safe_gate"], safe))
             routes.append(Route("chunk-unbounded", entry, known, declared or specs["chunk-unbounded"], free))
         else:
@@ -312,36 +170,49 @@ def fla_subject() -> Subject:
         from fla.ops.kda.gate import fused_kda_gate
     except ImportError as error:
         raise ValueError(f"subject is 'fla', which cannot be imported: {error}") from None
-    made = signature_subject(
-        "fla", {"chunk": chunk_kda, "recurrent": fused_recurrent_kda, "gate": fused_kda_gate}, _version("fla-core")
+    functions = {"chunk": chunk_kda, "recurrent": fused_recurrent_kda, "gate": fused_kda_gate}
+    made = signature_subject("fla", functions, _version("fla-core"))
+    routes = (
+        replace(route, lacks=_and(route.lacks, _no_tokens), differentiable=route.entry != "recurrent")
+        for route in made.routes
     )
-    routes = tuple(
-        Route(r.id, r.entry, r.function, r.spec, _and(r.lacks, _no_tokens), r.entry != "recurrent") for r in made.routes
-    )
-    return Subject("fla", made.version, routes)
+    return replace(made, routes=tuple(routes))
+
+
+def _entry_of(function: Callable) -> str | None:
+    """The entry that a function serves, by its `entry`, its name or its arguments; None for anything else."""
+    parameters = set(inspect.signature(function).parameters)
+    named = getattr(function, "entry", None) or ENTRY_OF_NAME.get(getattr(function, "__name__", ""))
+    if named:
+        return named
+    if {"q", "k", "v", "g", "beta"} <= parameters:
+        return "chunk" if parameters & {"chunk_size", "safe_gate"} else "recurrent"
+    return "gate" if {"g", "A_log"} <= parameters else None
 
 
 def _from_object(name: str, value: object) -> Subject:
+    """A subject from a Subject, a function with one of fla's signatures, what has such functions, or what makes one."""
     if isinstance(value, Subject):
         return value
-    if callable(value) and getattr(value, "__name__", "") not in ENTRY_OF_NAME and not hasattr(value, "entry"):
-        value = value()
-        if isinstance(value, Subject):
-            return value
-    if callable(value):
-        entry = getattr(value, "entry", None) or ENTRY_OF_NAME[value.__name__]
-        return signature_subject(name, {entry: value})
-    functions = {
-        entry: getattr(value, attr) for attr, entry in ENTRY_OF_NAME.items() if callable(getattr(value, attr, None))
-    }
-    if not functions:
+    functions = {entry: getattr(value, attr, None) for attr, entry in ENTRY_OF_NAME.items()}
+    functions = {entry: function for entry, function in functions.items() if callable(function)}
+    if functions:
+        return signature_subject(name, functions, str(getattr(value, "__version__", "")))
+    if not callable(value):
         raise ValueError(f"subject is {name!r}, which has none of {', '.join(ENTRY_OF_NAME)}")
-    return signature_subject(name, functions, str(getattr(value, "__version__", "")))
+    entry = _entry_of(value)
+    if entry:
+        return signature_subject(name, {entry: value})
+    required = [p for p in inspect.signature(value).parameters.values() if p.default is p.empty and p.kind <= 1]
+    if required:
+        raise ValueError(f"subject is {name!r}, a callable whose arguments are not those of {', '.join(ENTRY_OF_NAME)}")
+    return _from_object(name, value())
 
 
 def load_subject(name: str | None = None) -> Subject:
-    """`kda`, `fla`, a name registered under the entry point group `kda.subjects`, `module` or `module:attribute`;
-    default KDA_SUBJECT.
+    """The subject of this name; without one that of KDA_SUBJECT, else kda.
+
+    `kda`, `fla`, a name registered under the entry point group `kda.subjects`, `module` or `module:attribute`.
     """
     name = name or os.environ.get("KDA_SUBJECT") or "kda"
     if name == "kda":
@@ -355,9 +226,8 @@ def load_subject(name: str | None = None) -> Subject:
     try:
         value: object = importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(
-            f"subject is {name!r}; it must be kda, fla, a registered name or module[:attribute] ({error})"
-        ) from None
+        must = "kda, fla, a registered name or module[:attribute]"
+        raise ValueError(f"subject is {name!r}; it must be {must} ({error})") from None
     for part in filter(None, attribute.split(".")):
         if not hasattr(value, part):
             raise ValueError(f"subject is {name!r}, but {module} has no attribute {attribute}")

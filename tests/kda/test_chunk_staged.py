@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from harness import verdict
+from harness.call import Route, call
 from harness.families import FAMILIES
 from harness.problem import Problem, materialise
-from harness.subject import Route, call
 from kda import chunk, registry
 from kda.chunk_bwd import PRECISION, chunk_kda_staged
 

@@ -1,0 +1,155 @@
+"""Authority on calls: how a problem becomes a call of an implementation, and what that returned."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from harness.bits import differing_bytes
+from harness.problem import Case, Problem
+from kda.precision import PrecisionSpec
+
+DIFFERENTIABLE = {
+    **{"q": "dq", "k": "dk", "v": "dv", "g": "dg", "beta": "dbeta"},
+    **{"A_log": "dA_log", "dt_bias": "ddt_bias", "initial_state": "dh0"},
+}
+
+
+class NotCovered(Exception):
+    """The subject lacks what the problem asks for; counted, and never a pass."""
+
+
+class RouteDidNotRun(Exception):
+    """The launch record lacks the route that a check claims."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """One implementation of an entry point by a subject. `lacks` says why it cannot take a problem, or None."""
+
+    id: str
+    entry: str
+    function: Callable
+    spec: PrecisionSpec
+    lacks: Callable[[Problem], str | None] = lambda problem: None
+    differentiable: bool = True
+    context: Callable[[], AbstractContextManager] = contextlib.nullcontext
+
+    def quantities(self, problem: Problem) -> frozenset[str]:
+        wanted = problem.quantities()
+        return wanted if self.differentiable else frozenset(name for name in wanted if not name.startswith("d"))
+
+
+@dataclass
+class Run:
+    """What a call returned: outputs by quantity.
+
+    `compile_seconds` are those of `seconds` that Triton's compiler took; `modified` names inputs that were changed;
+    `peak_bytes` counts memory on a GPU beyond what was allocated before.
+    """
+
+    outputs: dict[str, Tensor]
+    seconds: float
+    compile_seconds: float = 0.0
+    modified: tuple[str, ...] = ()
+    peak_bytes: int = 0
+
+
+def keywords(case: Case, entry: str) -> dict[str, object]:
+    """The arguments of a call other than differentiable tensors, by the names that kda and fla share."""
+    problem, inputs, options = case.problem, case.inputs, case.options
+    if entry == "gate":
+        return {"lower_bound": options.lower_bound}
+    words: dict[str, object] = {
+        "scale": options.scale,
+        "output_final_state": problem.final_state,
+        "use_qk_l2norm_in_kernel": options.use_qk_l2norm_in_kernel,
+        "use_gate_in_kernel": options.use_gate_in_kernel,
+        "use_beta_sigmoid_in_kernel": options.use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": options.allow_neg_eigval,
+        "lower_bound": options.lower_bound,
+        "state_v_first": options.state_v_first,
+        "cu_seqlens": inputs.get("cu_seqlens"),
+    }
+    if entry == "chunk":
+        words |= {"safe_gate": problem.safe_gate, "chunk_size": problem.chunk_size}
+        words |= {"return_intermediate_states": True} if problem.intermediates else {}
+    return words
+
+
+@dataclass
+class CompileClock:
+    """Seconds that Triton's compiler took."""
+
+    seconds: float = 0.0
+
+
+@contextlib.contextmanager
+def compile_clock() -> Iterator[CompileClock]:
+    """Counts compilation inside the block; what came from the cache costs nothing and counts nothing."""
+    clock, before = CompileClock(), triton.knobs.compilation.listener
+
+    def listen(*, times, **_) -> None:
+        clock.seconds += times.total / 1e6
+
+    triton.knobs.compilation.listener = listen
+    try:
+        yield clock
+    finally:
+        triton.knobs.compilation.listener = before
+
+
+def call(route: Route, case: Case) -> Run:
+    """Run a problem on a route, forward and, if the problem has a loss, backward."""
+    reason = route.lacks(case.problem)
+    if reason:
+        raise NotCovered(reason)
+    gradients = case.problem.gradients and route.differentiable
+    before = {name: None if x is None else x.clone() for name, x in case.inputs.items()}
+    leaves = {
+        name: case.inputs[name].detach().requires_grad_(gradients)
+        for name in DIFFERENTIABLE
+        if case.inputs.get(name) is not None
+    }
+    cuda = case.inputs["g"].is_cuda
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        resting = torch.cuda.memory_allocated()
+    started = time.perf_counter()
+    with route.context() as launches, compile_clock() as compiling:
+        outputs = _forward_backward(route, case, leaves, gradients)
+    if cuda:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    if launches is not None and case.inputs["g"].numel() and {launch.route for launch in launches} != {route.id}:
+        ran = ", ".join(sorted({launch.route for launch in launches})) or "nothing"
+        raise RouteDidNotRun(f"route {route.id} was forced, and the launch record shows {ran}")
+    peak = torch.cuda.max_memory_allocated() - resting if cuda else 0
+    modified = tuple(name for name, x in before.items() if x is not None and differing_bytes(x, case.inputs[name]))
+    return Run(outputs, seconds, compiling.seconds, modified, peak)
+
+
+def _forward_backward(route: Route, case: Case, leaves: Mapping[str, Tensor], gradients: bool) -> dict[str, Tensor]:
+    returned = route.function(**leaves, **keywords(case, route.entry))
+    results = returned if isinstance(returned, tuple) else (returned,)
+    named = dict(zip(("o", "ht", "h"), results))
+    outputs = {name: x.detach() for name, x in named.items() if x is not None}
+    if gradients:
+        roots = [(named[n], case.inputs[d]) for n, d in (("o", "do"), ("ht", "dht")) if case.inputs.get(d) is not None]
+        roots = [(root, grad) for root, grad in roots if root is not None and root.requires_grad]
+        if not roots:
+            raise NotCovered("its outputs carry no gradient")
+        grads = torch.autograd.grad(
+            [r for r, _ in roots], list(leaves.values()), [g for _, g in roots], allow_unused=True
+        )
+        # An input that did not take part has gradient zero, as autograd itself says with materialize_grads.
+        outputs |= {
+            DIFFERENTIABLE[n]: torch.zeros_like(leaf) if g is None else g for (n, leaf), g in zip(leaves.items(), grads)
+        }
+    return outputs

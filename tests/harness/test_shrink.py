@@ -1,0 +1,38 @@
+"""Shrinking: to the smallest problem of the same failure, whatever the fault, and never past what is legal."""
+
+from harness.families import FAMILIES, family
+from harness.problem import Problem
+from harness.shrink import shrink
+
+BIG = next(p for p in family("ragged").examples if p.gate == "softplus")  # packed, V-first, l2norm, logits, a tail
+
+
+def test_a_fault_that_is_everywhere_shrinks_to_the_simplest_problem():
+    small = shrink(BIG, lambda problem: True, seconds=20)
+    assert (small.lengths, small.packed, small.K, small.V, small.heads, small.group) == ((0,), False, 1, 1, 1, 1)
+    assert (small.gate, small.loss, small.dtype, small.q, small.v) == ("pregated", "none", "fp32", "zeros", "zeros")
+
+
+def test_what_the_fault_needs_stays():
+    needs = lambda p: p.v_first and sum(p.lengths) >= 7 and p.K >= 3 and p.gate == "softplus"  # noqa: E731
+    small = shrink(BIG, needs, seconds=20)
+    assert needs(small)
+    assert (sum(small.lengths), small.K, small.V, small.v_first, small.tail) == (7, 3, 1, True, 0)
+    assert not (small.l2norm or small.beta_sigmoid or small.initial_state)
+
+
+def test_a_compile_key_can_be_kept():
+    small = shrink(BIG, lambda problem: True, seconds=20, keep_shape=True)
+    assert (small.K, small.V, small.heads, small.dtype) == (BIG.K, BIG.V, BIG.heads, BIG.dtype)
+    assert sum(small.lengths) == 0
+
+
+def test_every_candidate_is_legal_and_none_is_tried_twice():
+    for member in FAMILIES:
+        tried: list[Problem] = []
+        shrink(member.examples[0], lambda problem, tried=tried: tried.append(problem) or False, seconds=20)
+        assert len(tried) == len(set(tried)) > 0
+
+
+def test_time_is_a_limit():
+    assert shrink(BIG, lambda problem: True, seconds=0) == BIG
