@@ -1,5 +1,6 @@
 """Authority on the backward pass of the staged chunk route, and on its autograd formula."""
 
+import math
 from dataclasses import replace
 
 import torch
@@ -7,12 +8,13 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kda import registry
 from kda.chunk_fwd import SAFE_GATE, UNBOUNDED, Plan, Stages, forward, launch
 from kda.chunk_index import ChunkIndex
 from kda.chunk_intra_bwd import kda_chunk_intra_bwd_kernel
 from kda.chunk_output import kda_chunk_inter_bwd_kernel, kda_chunk_output_bwd_kernel
 from kda.chunk_state import kda_chunk_state_bwd_kernel
-from kda.contract import Call
+from kda.contract import SAFE_BOUND, Call
 from kda.gate import dense, gate_backward
 from kda.precision import PrecisionSpec
 from kda.recurrent_kernels import kda_sum_heads_kernel
@@ -23,23 +25,13 @@ SUM_TOKENS = 16  # tokens per program when gradients are summed over the value h
 
 
 def _sum_heads(call: Call, plan: Plan, gradient: Tensor, x: Tensor) -> Tensor:
-    """Sum gradient `[B, T, HV, K]` over the value heads of each head of x `[B, T, H, K]`, and through its l2norm if
-    there is one.
-    """
+    """Sum gradient `[B, T, HV, K]` over the value heads of each head of x `[B, T, H, K]`, and through x's l2norm."""
     B, T, H, K = x.shape
     dx = torch.empty_like(x)
     sizes = (B * T, H, gradient.shape[2] // H, K, 1)
     tile = {"BT": SUM_TOKENS, "BK": triton.next_power_of_2(K), "L2NORM": call.use_qk_l2norm_in_kernel, "num_warps": 4}
-    launch(
-        plan,
-        kda_sum_heads_kernel,
-        triton.cdiv(B * T, SUM_TOKENS) * H if dx.numel() else 0,
-        x,
-        gradient,
-        dx,
-        *sizes,
-        **tile,
-    )
+    programs = triton.cdiv(B * T, SUM_TOKENS) * H if dx.numel() else 0
+    launch(plan, kda_sum_heads_kernel, programs, x, gradient, dx, *sizes, **tile)
     return dx
 
 
@@ -52,9 +44,15 @@ def _beta_gradient(call: Call, dbeta: Tensor) -> Tensor:
 
 
 def backward(
-    call: Call, plan: Plan, index: ChunkIndex, made: Stages, do: Tensor, dht: Tensor | None
+    call: Call,
+    plan: Plan,
+    index: ChunkIndex,
+    made: Stages,
+    do: Tensor,
+    dht: Tensor | None,
+    trace: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor | None]:
-    """Every gradient of a call, by the name of its argument."""
+    """Every gradient of a call, by the name of its argument; `trace` receives those of the stages."""
     B, T, H, HV, K, V = call.shape
     C, chunks = index.chunk, index.slots * HV
     empty = lambda *shape, dtype=plan.stored: torch.empty(*shape, dtype=dtype, device=call.q.device)  # noqa: E731
@@ -76,7 +74,7 @@ def backward(
     ends = (index.offsets, index.slots_of, call.scale, HV, K, V)
     launch(plan, kda_chunk_state_bwd_kernel, plan.scans(call), *scan, *ends, **state)
 
-    NK = triton.cdiv(K, plan.BK)
+    NK = triton.cdiv(K, plan.BP)
     z, dv = empty(B, T, HV, V), blank(B, T, HV, V, dtype=call.v.dtype)
     dA_kk, dbeta = empty(B, T, HV, C, **fp32), blank(NK + 1, B, T, HV)
     factors = (made.inverse, call.beta, made.A_kk, call.v, made.v_new, dv_new, z, dv, dA_kk, dbeta[NK])
@@ -89,14 +87,16 @@ def backward(
     inputs = (call.q, call.k, made.g, call.beta, made.q_rstd, made.k_rstd, made.decay)
     states = (do, z, made.v_new, made.h, dh, dq, dk, dg_state, dbeta)
     sizes = (*where, call.scale, call.beta_range, B * T * HV, H, HV, K, V)
-    tiles = {"C": C, "BK": plan.BK, "BV": plan.BV, "V_FIRST": call.state_v_first, "num_warps": 4}
+    tiles = {"C": C, "BK": plan.BP, "BV": plan.BV, "V_FIRST": call.state_v_first, "num_warps": 4}
     launch(plan, kda_chunk_inter_bwd_kernel, chunks * NK, *inputs, *states, *sizes, **tiles, **flags)
 
     dg = blank(B, T, HV, K, dtype=torch.float32 if call.use_gate_in_kernel else call.g.dtype)
     inputs = (call.q, call.k, made.g, made.q_rstd, made.k_rstd, dA_qk, dA_kk, dg_state, dq, dk, dg)
-    sizes = (*where, call.scale, plan.half_span, H, HV, K)
-    launch(plan, kda_chunk_intra_bwd_kernel, chunks * triton.cdiv(K, plan.BP), *inputs, *sizes, **plan.pairs(C))
+    sizes = (*where, call.scale, plan.half_span, plan.lowest, H, HV, K)
+    launch(plan, kda_chunk_intra_bwd_kernel, chunks * NK, *inputs, *sizes, **plan.pairs(C))
 
+    if trace is not None:
+        trace |= {"dA_qk": dA_qk, "dA_kk": dA_kk, "dv_new": dv_new, "z": z, "dh": dh}
     dA_log = ddt_bias = None
     if call.use_gate_in_kernel:
         dg, dA_log, ddt_bias = gate_backward(call.g, call.A_log, call.dt_bias, call.lower_bound, dg, plan.route)
@@ -121,7 +121,7 @@ class _ChunkFunction(torch.autograd.Function):
         o, ht, made = forward(call, plan, index)
         ctx.set_materialize_grads(False)
         if training:
-            kept = made.tensors() if call.disable_recompute else ()
+            kept = replace(made, u=None).tensors() if call.disable_recompute else ()
             ctx.save_for_backward(*tensors, call.cu_seqlens, *kept)
             ctx.call, ctx.plan = replace(call, **dict.fromkeys((*DIFFERENTIABLE, "cu_seqlens"))), plan
         h = None
@@ -135,11 +135,7 @@ class _ChunkFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do, dht, _):
         count = len(DIFFERENTIABLE)
-        tensors, cu_seqlens, kept = (
-            ctx.saved_tensors[:count],
-            *ctx.saved_tensors[count : count + 1],
-            ctx.saved_tensors[count + 1 :],
-        )
+        tensors, (cu_seqlens, *kept) = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         call, plan = replace(ctx.call, **dict(zip(DIFFERENTIABLE, tensors)), cu_seqlens=cu_seqlens), ctx.plan
         index = ChunkIndex.of(call)
         made = Stages(*kept) if kept else forward(replace(call, output_final_state=False), plan, index)[2]
@@ -154,9 +150,8 @@ def chunk_kda_staged(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(o, final state or None, intermediate states or None) of a validated call.
 
-    `route` is 'chunk-safe_gate' (gates in [-5, 0], or in [lower_bound, 0]) or 'chunk-unbounded' (any gate
-    <= 0); None goes by the call's
-    `safe_gate`. `precision` of products of fp32 tensors: 'ieee' or 'tf32'.
+    `route` is 'chunk-safe_gate' (gates in [-5, 0], or in [lower_bound, 0]) or 'chunk-unbounded' (any gate <= 0); None
+    goes by the call's `safe_gate`. `precision` of products of fp32 tensors: 'ieee' or 'tf32'.
     """
     tensors = [dense(getattr(call, name)) for name in DIFFERENTIABLE]
     call = replace(call, **dict(zip(DIFFERENTIABLE, (None if x is None else x.detach() for x in tensors))))
@@ -165,20 +160,19 @@ def chunk_kda_staged(
     return _ChunkFunction.apply(call, plan, training, *tensors)
 
 
+def refusal(call: Call, route: str) -> str | None:
+    """Why a route cannot take a validated call, or None."""
+    bounded = call.safe_gate or (call.use_gate_in_kernel and (call.lower_bound or -math.inf) >= SAFE_BOUND)
+    if route == SAFE_GATE and not bounded:
+        return f"needs gates known to be in [{SAFE_BOUND:g}, 0]: safe_gate or such a lower_bound"
+    return registry.needs_kernels(*(getattr(call, name) for name in DIFFERENTIABLE))
+
+
 def _precision(diagonal: str) -> PrecisionSpec:
-    outputs = {
-        "o": "io",
-        "dq": "io",
-        "dk": "io",
-        "dv": "io",
-        "dbeta": "beta",
-        "dg": "g",
-        "ht": "fp32",
-        "h": "fp32",
-        "dh0": "fp32",
-    }
+    outputs = dict.fromkeys(("o", "dq", "dk", "dv"), "io") | dict.fromkeys(("ht", "h", "dh0"), "fp32")
     stages = {"operand": "dot", "intra": "tf32", "merge": "fp32", "stored_inverse": "fp32", "state": "fp32"}
-    return PrecisionSpec("chunk", {**outputs, **stages}, chunk=64, diagonal=diagonal, inverse="substitution")
+    formats = {**outputs, "dbeta": "beta", "dg": "g", **stages}
+    return PrecisionSpec("chunk", formats, chunk=64, diagonal=diagonal, inverse="substitution")
 
 
 PRECISION = {SAFE_GATE: _precision("anchor_apart"), UNBOUNDED: _precision("pair")}

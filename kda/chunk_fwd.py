@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kda import record
 from kda.chunk_index import ChunkIndex
-from kda.chunk_intra import BLOCK, kda_chunk_intra_fwd_kernel
+from kda.chunk_intra import kda_chunk_decay_fwd_kernel, kda_chunk_intra_fwd_kernel
 from kda.chunk_output import kda_chunk_output_fwd_kernel
 from kda.chunk_state import kda_chunk_state_fwd_kernel
 from kda.contract import SAFE_BOUND, Call
@@ -21,6 +21,7 @@ from kda.recurrent_kernels import L2NORM_EPS
 from kda.wy_fast import kda_join_blocks_kernel, kda_solve_blocks_kernel, kda_wy_fwd_kernel
 
 SAFE_GATE, UNBOUNDED = "chunk-safe_gate", "chunk-unbounded"
+BLOCK = 16  # rows that are solved by substitution, and that share an anchor
 NORM_ROWS = 16  # rows of a program that computes norms
 
 
@@ -41,9 +42,9 @@ class Plan:
     """
 
     route: str
-    DOT: str  # bf16, tf32 or ieee
-    INTRA: str  # tf32 or ieee
-    half_span: float
+    DOT: str  # bf16, tf32 or fp32
+    INTRA: str  # tf32 or fp32
+    half_span: float  # 2^c of NOTE [Anchored block]
     BP: int  # columns of K at a time, in kernels that go through pairs of tokens ...
     BK: int  # ... and in the others
     BV: int
@@ -53,17 +54,22 @@ class Plan:
         """`precision` ('tf32' or 'ieee') is that of fp32 tensors; fp16 ones go by tf32, whose digits and larger range
         they fit.
         """
-        fp32 = call.q.dtype == torch.float32
+        full = "fp32" if precision == "ieee" else "tf32"
         bound = SAFE_BOUND if call.lower_bound is None else call.lower_bound
         return cls(
             route=route,
-            DOT={torch.bfloat16: "bf16", torch.float16: "tf32"}.get(call.q.dtype, precision),
-            INTRA=precision if fp32 else "tf32",
-            half_span=(BLOCK.value - 1) / 2 * abs(bound) * math.log2(math.e),
-            BP=_width(call.q.shape[-1], 32),
+            DOT={torch.bfloat16: "bf16", torch.float16: "tf32"}.get(call.q.dtype, full),
+            INTRA=full if call.q.dtype == torch.float32 else "tf32",
+            half_span=2.0 ** round((BLOCK - 1) / 2 * abs(bound) * math.log2(math.e)),
+            BP=16,
             BK=_width(call.q.shape[-1]),
-            BV=_width(call.v.shape[-1]),
+            BV=_width(call.v.shape[-1], 32 if call.q.dtype == torch.float32 else 64),
         )
+
+    @property
+    def lowest(self) -> int:
+        """The first halving level, as a logarithm: blocks below it are anchored."""
+        return int(math.log2(BLOCK)) if self.route == SAFE_GATE else 0
 
     @property
     def stored(self) -> torch.dtype:
@@ -72,22 +78,18 @@ class Plan:
 
     def pairs(self, chunk: int) -> dict[str, object]:
         """Constants of the kernels that go through pairs of tokens."""
-        anchored = self.route == SAFE_GATE
-        levels = {"LOWEST": int(math.log2(BLOCK.value)) if anchored else 0, "LEVELS": int(math.log2(chunk))}
-        return {
-            "C": chunk,
-            "BK": self.BP,
-            **levels,
-            "ANCHORED": anchored,
-            "INTRA": self.INTRA,
-            "num_warps": chunk // 16,
-        }
+        formats = {"ANCHORED": int(self.route == SAFE_GATE), "INTRA": self.INTRA}
+        tile = {"C": chunk, "BK": self.BP, "LEVELS": int(math.log2(chunk))}
+        return {**tile, **formats, "num_warps": chunk // 16, "num_stages": 1}
 
     def state_tile(self, call: Call) -> dict[str, object]:
         """Constants of the scans: the whole of K, and as many columns of V as leave the state in registers."""
         BK = _width(call.shape[4], 256)
-        BV = _width(call.shape[5], 64 if BK <= 128 else 32)
-        return {"BK": BK, "BV": BV, "DOT": self.DOT, "V_FIRST": call.state_v_first, "num_warps": 4}
+        narrow = self.DOT == "fp32" or (self.DOT == "tf32" and BK == 256)
+        light = self.DOT == "bf16" and BK <= 128
+        tile = {"BK": BK, "BV": _width(call.shape[5], 16 if narrow else 32)}
+        cost = {"num_warps": 4 if light or BK < 128 else 8, "num_stages": 2 if light else 1}
+        return {**tile, "DOT": self.DOT, "V_FIRST": call.state_v_first, **cost}
 
     def scans(self, call: Call) -> int:
         """Programs of a scan."""
@@ -103,11 +105,10 @@ def _width(size: int, most: int = 64) -> int:
 class Stages:
     """What the forward pass leaves for the backward, by the names of the oracle's stages where it has them.
 
-    Token-wise ones in rows of the flattened batch: g the natural-log gate `[B, T, HV, K]`; q_rstd, k_rstd `[B, T,
-    H]`; A_qk, A_kk, inverse
-    `[B, T, HV, C]`; q_decayed, k_decayed, k_rest, w `[B, T, HV, K]`; v_new `[B, T, HV, V]`. Chunk-wise ones by slot:
-    decay `[slots, HV, K]`,
-    h `[slots, HV, K, V]` (V-first swaps). Rows of no sequence are undefined.
+    By token: g, the natural-log gate, q_decayed, k_decayed, k_rest, w `[B, T, HV, K]`; q_rstd, k_rstd `[B, T, H]`;
+    A_qk, A_kk, inverse `[B, T, HV, C]`, undefined above the diagonal; u, v_new `[B, T, HV, V]`. By slot: decay
+    `[slots, HV, K]`, h `[slots, HV, K, V]` (V-first swaps). Tokens of no sequence and slots of no chunk are
+    undefined.
     """
 
     g: Tensor
@@ -121,6 +122,7 @@ class Stages:
     k_rest: Tensor
     decay: Tensor
     w: Tensor
+    u: Tensor | None  # not needed by the backward pass
     h: Tensor
     v_new: Tensor
 
@@ -151,7 +153,7 @@ def solve(call: Call, plan: Plan, index: ChunkIndex, A_kk: Tensor) -> Tensor:
     arguments = (A_kk, call.beta, inverse, index.rows, index.counts, call.beta_range, HV)
     flags = {"C": C, "BETA_SIGMOID": call.use_beta_sigmoid_in_kernel}
     launch(plan, kda_solve_blocks_kernel, index.slots * HV, *arguments, **flags, num_warps=1)
-    size = BLOCK.value
+    size = BLOCK
     while size < C:
         pairs = index.slots * HV * (C // (2 * size))
         launch(plan, kda_join_blocks_kernel, pairs, *arguments, **flags, S=size, num_warps=size // 16)
@@ -173,9 +175,12 @@ def forward(call: Call, plan: Plan, index: ChunkIndex) -> tuple[Tensor, Tensor |
     A_qk, A_kk = empty(B, T, HV, C), empty(B, T, HV, C, **fp32)
     q_decayed, k_decayed, k_rest, w = (empty(B, T, HV, K) for _ in range(4))
     decay = empty(slots, HV, K, **fp32)
-    operands = (call.q, call.k, g, q_rstd, k_rstd, A_qk, A_kk, q_decayed, k_decayed, k_rest, decay)
-    sizes = (index.rows, index.counts, call.scale, plan.half_span, H, HV, K)
-    launch(plan, kda_chunk_intra_fwd_kernel, slots * HV, *operands, *sizes, DOT=plan.DOT, **plan.pairs(C))
+    operands = (call.q, call.k, g, q_rstd, k_rstd)
+    decayed = (q_decayed, k_decayed, k_rest, decay, index.rows, index.counts, H, HV, K)
+    tile = {"C": C, "BK": plan.BK, "DOT": plan.DOT, "num_warps": 4}
+    launch(plan, kda_chunk_decay_fwd_kernel, slots * HV * triton.cdiv(K, plan.BK), *operands, *decayed, **tile)
+    pairs = (A_qk, A_kk, index.rows, index.counts, call.scale, plan.half_span, plan.lowest, H, HV, K)
+    launch(plan, kda_chunk_intra_fwd_kernel, slots * HV, *operands, *pairs, DOT=plan.DOT, **plan.pairs(C))
 
     inverse = solve(call, plan, index, A_kk)
     u, v_new = empty(B, T, HV, V, **fp32), empty(B, T, HV, V)
@@ -194,5 +199,5 @@ def forward(call: Call, plan: Plan, index: ChunkIndex) -> tuple[Tensor, Tensor |
     terms = (q_decayed, A_qk, h, v_new, o, index.rows, index.counts, call.scale, HV, K, V)
     tiles = {"BK": plan.BK, "BV": plan.BV, "DOT": plan.DOT, "V_FIRST": call.state_v_first, "num_warps": 4}
     launch(plan, kda_chunk_output_fwd_kernel, slots * HV * triton.cdiv(V, plan.BV), *terms, C=C, **tiles)
-    stages = Stages(g, q_rstd, k_rstd, A_qk, A_kk, inverse, q_decayed, k_decayed, k_rest, decay, w, h, v_new)
+    stages = Stages(g, q_rstd, k_rstd, A_qk, A_kk, inverse, q_decayed, k_decayed, k_rest, decay, w, u, h, v_new)
     return o, ht, stages

@@ -74,7 +74,10 @@ def kda_chunk_output_bwd_kernel(
     BV: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """dA_qk = do v_new^T on and below the diagonal, dv_local = A_qk^T do; one program per (chunk, value head)."""
+    """dA_qk = do v_new^T on and below the diagonal, and mirrored above it; dv_local = A_qk^T do.
+
+    One program per (chunk, value head).
+    """
     i_p = tl.program_id(0).to(tl.int64)
     i_hv = i_p % HV
     i_c = i_p // HV
@@ -99,7 +102,9 @@ def kda_chunk_output_bwd_kernel(
         )
         b_dA += product(b_do, b_vT, DOT)
         tl.store(dv_local + i_rv * V + o_tv, product(b_AT, b_do, DOT), mask=m_tv)
-    tl.store(dA_qk + i_rv * C + (o_i * (HV * C) + o_j), tl.where(o_i >= o_j, b_dA, 0.0), mask=m_t[:, None])
+    m_A = m_t[:, None] & (o_i >= o_j)
+    tl.store(dA_qk + i_rv * C + (o_i * (HV * C) + o_j), b_dA, mask=m_A)
+    tl.store(dA_qk + i_rv * C + (o_j * (HV * C) + o_i), b_dA, mask=m_A & (o_i > o_j))
 
 
 @triton.jit(do_not_specialize=["H", "HV", "total"])

@@ -46,11 +46,11 @@ def operand(b_x, DOT: tl.constexpr):
 
 @triton.jit
 def product(b_a, b_b, DOT: tl.constexpr):
-    """a b of two operands, accumulated in fp32."""
+    """a b of two operands, accumulated in fp32; fp32 ones go through tensor cores in three bf16 parts each."""
     if DOT == "bf16":
         b_c = tl.dot(b_a, b_b)
     else:
-        b_c = tl.dot(b_a, b_b, input_precision=DOT)
+        b_c = tl.dot(b_a, b_b, input_precision="bf16x6" if DOT == "fp32" else DOT)
     return b_c
 
 
@@ -59,7 +59,7 @@ def split_product(b_a, b_b, DOT: tl.constexpr):
     """a b with a in two operands, its rounding and the rest: only b is rounded."""
     b_hi = operand(b_a, DOT)
     b_c = product(b_hi, b_b, DOT)
-    if DOT != "ieee":
+    if DOT != "fp32":
         b_c += product(operand(b_a - b_hi.to(tl.float32), DOT), b_b, DOT)
     return b_c
 
@@ -78,33 +78,6 @@ def range_sums(m, b_hi, b_mid, b_lo):
     """Row i: the sum of the rows j with m[i, j] of a tile that is split in three."""
     b_m = m.to(tl.bfloat16)
     return tl.dot(b_m, b_hi, tl.dot(b_m, b_mid, tl.dot(b_m, b_lo)))
-
-
-@triton.jit
-def level_range(o_i, o_j, i_l):
-    """m[i, j]: gate j is between row i and the border of its pair of blocks of 2^i_l rows. See NOTE [Halving
-    levels].
-    """
-    m_odd = ((o_i >> i_l) & 1) == 1
-    return ((o_i >> i_l) == (o_j >> i_l)) & (m_odd == (o_j <= o_i))
-
-
-@triton.jit
-def level_region(o_i, o_j, i_l):
-    """m[i, j]: row i is in the odd block of a pair of blocks of 2^i_l rows, row j in the even one."""
-    return ((o_i >> i_l) == (o_j >> i_l) + 1) & (((o_j >> i_l) & 1) == 0)
-
-
-@triton.jit
-def block_range(o_i, o_j, S: tl.constexpr):
-    """m[i, j]: gate j is behind the first row of the block of S rows, up to row i of that block."""
-    return (o_i // S == o_j // S) & (o_j <= o_i) & (o_j % S != 0)
-
-
-@triton.jit
-def block_region(o_i, o_j, S: tl.constexpr):
-    """m[i, j]: i > j in one block of S rows."""
-    return (o_i // S == o_j // S) & (o_j < o_i)
 
 
 @triton.jit

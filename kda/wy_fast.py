@@ -7,13 +7,12 @@ import triton.language as tl
 
 from kda.chunk_tiles import load_betas, operand, product, split_product
 
-# NOTE [Inverse in fp32]
-# Repeated keys with beta near 2 and slow decay make R's entries alternate without shrinking: rounding them, or a series
-# in half
-# precision, costs whole digits. Blocks of 16 rows are solved by forward substitution, then pairs of blocks are joined,
-# [[R0, 0], [-R1 L R0, R1]], all in fp32; the joins touch only the blocks that they need, so that fp32 is affordable. R
-# is stored in fp32
-# and enters products as two operands, its rounding and the rest.
+# NOTE [Inverse in fp64]
+# Repeated keys with beta near 2 and slow decay make R's entries alternate without shrinking, and its products with k
+# cancel: there every rounding of R costs, and a series in half precision costs everything. Blocks of 16 rows are
+# solved by forward substitution, then pairs of blocks are joined, [[R0, 0], [-R1 L R0, R1]], all in fp64, which is
+# affordable since the joins touch only the blocks that they need. R is stored in fp32 and enters products as two
+# operands, its rounding and the rest.
 
 
 @triton.jit(do_not_specialize=["HV"])
@@ -28,10 +27,9 @@ def kda_solve_blocks_kernel(
     C: tl.constexpr,
     BETA_SIGMOID: tl.constexpr,
 ):
-    """The 16 x 16 diagonal blocks of R = (I + diag(beta) A_kk)^-1 `[rows, HV, C]`, row by row: R_i = e_i - sum_j<i
-    beta_i A_ij R_j.
+    """The 16 x 16 diagonal blocks of R = (I + diag(beta) A_kk)^-1 `[rows, HV, C]`, one program per (chunk, value head).
 
-    One program per (chunk, value head).
+    Row by row: R_i = e_i - sum_{j < i} beta_i A_ij R_j.
     """
     i_p = tl.program_id(0).to(tl.int64)
     i_c = i_p // HV
@@ -45,17 +43,17 @@ def kda_solve_blocks_kernel(
     o_b = tl.arange(0, C // 16) * 16
     o_i = tl.arange(0, 16)
     o_col = o_b[:, None] + o_i[None, :]
-    b_R = tl.zeros([C // 16, 16, 16], tl.float32) + tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0)[None, :, :]
+    b_R = tl.zeros([C // 16, 16, 16], tl.float64) + tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0)[None, :, :]
     for i in tl.static_range(1, 16):
         o_t = o_b + i
         m_t = o_t < count
         b_L = tl.load(A_kk + o_t[:, None] * (HV * C) + o_col, mask=m_t[:, None] & (o_i < i)[None, :], other=0.0)
         b_L = b_L * load_betas(beta + o_t * HV, m_t, beta_range, BETA_SIGMOID)[:, None]
-        b_row = tl.sum(b_L[:, :, None] * b_R, axis=1)
+        b_row = tl.sum(b_L.to(tl.float64)[:, :, None] * b_R, axis=1)
         b_R = tl.where((o_i == i)[None, :, None], b_R - b_row[:, None, :], b_R)
     o_t = o_b[:, None] + o_i[None, :]
     o_R = o_t[:, :, None] * (HV * C) + o_col[:, None, :]
-    tl.store(R + i_rv * C + o_R, b_R, mask=(o_t < count)[:, :, None])
+    tl.store(R + i_rv * C + o_R, b_R.to(tl.float32), mask=(o_t < count)[:, :, None])
 
 
 @triton.jit(do_not_specialize=["HV"])
@@ -84,20 +82,23 @@ def kda_join_blocks_kernel(
     if count <= 0:
         return
     i_rv = (tl.load(rows + i_c) + i_first) * HV + i_hv
-    o_i = tl.arange(0, S)[:, None]
-    o_j = tl.arange(0, S)[None, :]
-    m_i = o_i < count
+    o_t = tl.arange(0, S)
+    m_t = o_t < count
     i_second = S * HV * C
-    o_block = o_i * (HV * C) + o_j
     R += i_rv * C + i_first
     A_kk += i_rv * C + i_first
-    b_0 = tl.load(R + o_block, mask=o_i >= o_j, other=0.0)
-    b_1 = tl.load(R + i_second + S + o_block, mask=m_i & (o_i >= o_j), other=0.0)
-    b_L = tl.load(A_kk + i_second + o_block, mask=m_i, other=0.0)
-    o_t = tl.arange(0, S)
-    b_L = b_L * load_betas(beta + i_rv + (S + o_t) * HV, o_t < count, beta_range, BETA_SIGMOID)[:, None]
-    b_LR = tl.dot(b_L, b_0, input_precision="ieee")
-    tl.store(R + i_second + o_block, -tl.dot(b_1, b_LR, input_precision="ieee"), mask=m_i)
+    b_beta = load_betas(beta + i_rv + (S + o_t) * HV, m_t, beta_range, BETA_SIGMOID)
+    b_LR = tl.zeros([S, S], tl.float64)
+    for i in range(0, S):
+        b_L = b_beta * tl.load(A_kk + i_second + o_t * (HV * C) + i, mask=m_t, other=0.0)
+        b_0 = tl.load(R + i * (HV * C) + o_t, mask=o_t <= i, other=0.0)
+        b_LR += b_L.to(tl.float64)[:, None] * b_0.to(tl.float64)[None, :]
+    b_R = tl.zeros([S, S], tl.float64)
+    for i in range(0, S):
+        b_1 = tl.load(R + i_second + S + o_t * (HV * C) + i, mask=m_t & (o_t >= i), other=0.0)
+        b_row = tl.sum(tl.where(o_t[:, None] == i, b_LR, 0.0), axis=0)
+        b_R -= b_1.to(tl.float64)[:, None] * b_row[None, :]
+    tl.store(R + i_second + o_t[:, None] * (HV * C) + o_t[None, :], b_R.to(tl.float32), mask=m_t[:, None])
 
 
 @triton.jit(do_not_specialize=["HV"])
@@ -171,7 +172,7 @@ def kda_wy_bwd_kernel(
     DOT: tl.constexpr,
     BETA_SIGMOID: tl.constexpr,
 ):
-    """z = R^T dv_new, dv = beta z, dA_kk = -beta z v_new^T below the diagonal, and this part's share of dbeta.
+    """z = R^T dv_new, dv = beta z, dA_kk = -beta z v_new^T below the diagonal and mirrored above it, a share of dbeta.
 
     One program per (chunk, value head). The gradient of beta_i is z_i (v - k 2^G S - A_kk v_new)_i, without a
     division by beta; the
@@ -212,4 +213,6 @@ def kda_wy_bwd_kernel(
     m_A = m_t[:, None] & (o_i > o_j)
     b_A = tl.load(A_kk + o_A, mask=m_A, other=0.0)
     tl.store(dbeta + i_rv + o_t * HV, b_dbeta - tl.sum(tl.where(m_A, b_A * b_zv, 0.0), axis=1), mask=m_t)
-    tl.store(dA_kk + o_A, tl.where(o_i > o_j, -b_beta[:, None] * b_zv, 0.0), mask=m_t[:, None])
+    b_dA = -b_beta[:, None] * b_zv
+    tl.store(dA_kk + o_A, b_dA, mask=m_A)
+    tl.store(dA_kk + i_rv * C + o_j * (HV * C) + o_i, b_dA, mask=m_A)
