@@ -1,5 +1,6 @@
 """Authority on the backward pass of the staged chunk route, and on its autograd formula."""
 
+import functools
 import math
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kda import registry
+from kda.adjoints import DIFFERENTIABLE, allocate_tokens, beta_gradient, query_gradient
 from kda.chunk_fwd import SAFE_GATE, UNBOUNDED, Plan, Stages, forward, launch
 from kda.chunk_index import ChunkIndex
 from kda.chunk_intra_bwd import kda_chunk_intra_bwd_kernel
@@ -16,31 +18,8 @@ from kda.chunk_output import kda_chunk_inter_bwd_kernel, kda_chunk_output_bwd_ke
 from kda.chunk_state import kda_chunk_state_bwd_kernel
 from kda.contract import SAFE_BOUND, Call
 from kda.gate import dense, gate_backward
-from kda.precision import PrecisionSpec
-from kda.recurrent_kernels import kda_sum_heads_kernel
+from kda.precision import OUTPUTS, PrecisionSpec
 from kda.wy_fast import kda_wy_bwd_kernel
-
-DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-SUM_TOKENS = 16  # tokens per program when gradients are summed over the value heads of a query head
-
-
-def _sum_heads(call: Call, plan: Plan, gradient: Tensor, x: Tensor) -> Tensor:
-    """Sum gradient `[B, T, HV, K]` over the value heads of each head of x `[B, T, H, K]`, and through x's l2norm."""
-    B, T, H, K = x.shape
-    dx = torch.empty_like(x)
-    sizes = (B * T, H, gradient.shape[2] // H, K, 1)
-    tile = {"BT": SUM_TOKENS, "BK": triton.next_power_of_2(K), "L2NORM": call.use_qk_l2norm_in_kernel, "num_warps": 4}
-    programs = triton.cdiv(B * T, SUM_TOKENS) * H if dx.numel() else 0
-    launch(plan, kda_sum_heads_kernel, programs, x, gradient, dx, *sizes, **tile)
-    return dx
-
-
-def _beta_gradient(call: Call, dbeta: Tensor) -> Tensor:
-    """Through beta's sigmoid if it is in the kernel; sigmoid'(x) = e^-|x| / (1 + e^-|x|)^2 does not cancel."""
-    if call.use_beta_sigmoid_in_kernel:
-        e = torch.exp(-call.beta.float().abs())
-        dbeta = torch.where(dbeta == 0, 0.0, dbeta * (call.beta_range * e / (1 + e).square()))
-    return dbeta.to(call.beta.dtype)
 
 
 def backward(
@@ -57,9 +36,7 @@ def backward(
     C, chunks = index.chunk, index.slots * HV
     empty = lambda *shape, dtype=plan.stored: torch.empty(*shape, dtype=dtype, device=call.q.device)  # noqa: E731
     # Tokens of no sequence get no gradient: what is returned for a packed batch starts at 0.
-    blank = lambda *shape, dtype=torch.float32: (torch.empty if call.cu_seqlens is None else torch.zeros)(  # noqa: E731
-        *shape, dtype=dtype, device=call.q.device
-    )
+    blank = functools.partial(allocate_tokens, call)
     fp32 = {"dtype": torch.float32}
     where = (index.rows, index.counts)
     state = {"C": C, **plan.state_tile(call)}
@@ -101,11 +78,11 @@ def backward(
     if call.use_gate_in_kernel:
         dg, dA_log, ddt_bias = gate_backward(call.g, call.A_log, call.dt_bias, call.lower_bound, dg, plan.route)
     return {
-        "q": _sum_heads(call, plan, dq, call.q),
-        "k": _sum_heads(call, plan, dk, call.k),
+        "q": query_gradient(call, plan.route, dq[None], call.q),
+        "k": query_gradient(call, plan.route, dk[None], call.k),
         "v": dv,
         "g": dg,
-        "beta": _beta_gradient(call, dbeta.sum(0)),
+        "beta": beta_gradient(call, dbeta.sum(0)),
         "A_log": dA_log,
         "dt_bias": ddt_bias,
         "initial_state": dh0,
@@ -169,10 +146,8 @@ def refusal(call: Call, route: str) -> str | None:
 
 
 def _precision(diagonal: str) -> PrecisionSpec:
-    outputs = dict.fromkeys(("o", "dq", "dk", "dv"), "io") | dict.fromkeys(("ht", "h", "dh0"), "fp32")
     stages = {"operand": "dot", "intra": "tf32", "merge": "fp32", "stored_inverse": "fp32", "state": "fp32"}
-    formats = {**outputs, "dbeta": "beta", "dg": "g", **stages}
-    return PrecisionSpec("chunk", formats, chunk=64, diagonal=diagonal, inverse="substitution")
+    return PrecisionSpec("chunk", {**OUTPUTS, **stages}, chunk=64, diagonal=diagonal, inverse="substitution")
 
 
 PRECISION = {SAFE_GATE: _precision("anchor_apart"), UNBOUNDED: _precision("pair")}

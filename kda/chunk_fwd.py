@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kda import record
+from kda.adjoints import allocate_tokens
 from kda.chunk_index import ChunkIndex
 from kda.chunk_intra import kda_chunk_decay_fwd_kernel, kda_chunk_intra_fwd_kernel
 from kda.chunk_output import kda_chunk_output_fwd_kernel
@@ -193,9 +194,7 @@ def forward(call: Call, plan: Plan, index: ChunkIndex) -> tuple[Tensor, Tensor |
     scan = (w, u, k_rest, decay, call.initial_state, h, v_new, ht, index.offsets, index.slots_of, HV, K, V)
     launch(plan, kda_chunk_state_fwd_kernel, plan.scans(call), *scan, C=C, **plan.state_tile(call))
 
-    o = (torch.empty if call.cu_seqlens is None else torch.zeros)(
-        call.v.shape, dtype=call.q.dtype, device=call.q.device
-    )
+    o = allocate_tokens(call, *call.v.shape, dtype=call.q.dtype)
     terms = (q_decayed, A_qk, h, v_new, o, index.rows, index.counts, call.scale, HV, K, V)
     tiles = {"BK": plan.BK, "BV": plan.BV, "DOT": plan.DOT, "V_FIRST": call.state_v_first, "num_warps": 4}
     launch(plan, kda_chunk_output_fwd_kernel, slots * HV * triton.cdiv(V, plan.BV), *terms, C=C, **tiles)

@@ -9,18 +9,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kda import contract, record, registry
+from kda.adjoints import DIFFERENTIABLE, allocate_tokens, beta_gradient, query_gradient, sum_heads
 from kda.contract import Call
 from kda.gate import dense, gate_backward
-from kda.precision import PrecisionSpec
-from kda.recurrent_kernels import kda_recurrent_bwd_kernel, kda_recurrent_fwd_kernel, kda_sum_heads_kernel
+from kda.precision import OUTPUTS, PrecisionSpec
+from kda.recurrent_kernels import kda_recurrent_bwd_kernel, kda_recurrent_fwd_kernel
 
 ROUTE = "recurrent"
-SUM_TOKENS = 16  # tokens per program when partial gradients are summed
 BACKWARD_PROGRAMS = 1024  # bounds the workspace: 64 states each
 
 PRECISION = PrecisionSpec(
     algorithm="recurrent",
     stages={
+        **OUTPUTS,
         "gate": "fp32",
         "decay": "fp32",
         "qk_norm": "fp32",
@@ -29,15 +30,6 @@ PRECISION = PrecisionSpec(
         "update": "fp32",
         "state_grad": "fp32",
         "partial_grad": "fp32",
-        "o": "io",
-        "dq": "io",
-        "dk": "io",
-        "dv": "io",
-        "dbeta": "beta",
-        "dg": "g",
-        "ht": "fp32",
-        "h": "fp32",
-        "dh0": "fp32",
     },
 )
 
@@ -77,16 +69,10 @@ def _constants(call: Call, tile: Tile) -> dict[str, object]:
     }
 
 
-def _allocate(call: Call, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
-    """Token-wise output: a packed batch may end in tokens of no sequence, whose results are 0."""
-    make = torch.empty if call.cu_seqlens is None else torch.zeros
-    return make(shape, dtype=dtype, device=call.q.device)
-
-
 def _recurrent_forward(call: Call, keep_states: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """o, the final state if asked for, and the states before every `chunk_size`-th token (in `chunk_bound` slots)."""
     _, _, H, HV, K, V = call.shape
-    o = _allocate(call, call.v.shape, call.q.dtype)
+    o = allocate_tokens(call, *call.v.shape, dtype=call.q.dtype)
     new_state = lambda n: torch.empty(n, *call.state_shape[1:], dtype=torch.float32, device=call.q.device)  # noqa: E731
     ht = new_state(call.sequences) if call.output_final_state else None
     h = new_state(call.chunk_bound()) if keep_states else None
@@ -120,45 +106,14 @@ def _recurrent_forward(call: Call, keep_states: bool) -> tuple[Tensor, Tensor | 
     return o, ht, h
 
 
-def _sum_heads(call: Call, partial: Tensor, x: Tensor | None, out: Tensor, group: int) -> Tensor:
-    """Sum partial `[NV, rows, H * group, K]` over tiles and group into out `[B, T, H, K]`, through the l2norm of x."""
-    B, T, H, K = out.shape
-    if out.numel():
-        record.note(ROUTE, "kda_sum_heads_kernel", BT=SUM_TOKENS)
-        kda_sum_heads_kernel[(triton.cdiv(B * T, SUM_TOKENS) * H,)](
-            out if x is None else x,
-            partial,
-            out,
-            B * T,
-            H,
-            group,
-            K,
-            partial.shape[0],
-            BT=SUM_TOKENS,
-            BK=triton.next_power_of_2(K),
-            L2NORM=x is not None,
-            num_warps=4,
-        )
-    return out
-
-
-def _beta_gradient(call: Call, dbeta: Tensor) -> Tensor:
-    """Through beta's sigmoid if it is in the kernel; sigmoid'(x) = e^-|x| / (1 + e^-|x|)^2 does not cancel."""
-    if call.use_beta_sigmoid_in_kernel:
-        e = torch.exp(-call.beta.float().abs())
-        slope = call.beta_range * e / (1 + e).square()
-        dbeta = torch.where(dbeta == 0, 0.0, dbeta * slope)  # rows of no sequence may hold NaN
-    return dbeta.to(call.beta.dtype)
-
-
 def _recurrent_backward(call: Call, h: Tensor, do: Tensor, dht: Tensor | None) -> dict[str, Tensor | None]:
     """Every gradient of a call, by the name of its argument."""
     B, T, H, HV, K, V = call.shape
     tile = backward_tile(K, V)
     NV = triton.cdiv(V, tile.BV)
-    partial = lambda *shape: _allocate(call, (NV, B, T, HV, *shape), torch.float32)  # noqa: E731
+    partial = lambda *shape: allocate_tokens(call, NV, B, T, HV, *shape)  # noqa: E731
     dq, dk, dg, dbeta = partial(K), partial(K), partial(K), partial()
-    dv = _allocate(call, call.v.shape, call.v.dtype)
+    dv = allocate_tokens(call, *call.v.shape, dtype=call.v.dtype)
     dh0 = None if call.initial_state is None else torch.empty_like(call.initial_state)
     tiles = call.sequences * HV * NV
     if tiles:
@@ -196,24 +151,20 @@ def _recurrent_backward(call: Call, h: Tensor, do: Tensor, dht: Tensor | None) -
             V,
             **_constants(call, tile),
         )
-    normalised = call.use_qk_l2norm_in_kernel
     out = {
-        "q": _sum_heads(call, dq, call.q if normalised else None, torch.empty_like(call.q), HV // H),
-        "k": _sum_heads(call, dk, call.k if normalised else None, torch.empty_like(call.k), HV // H),
+        "q": query_gradient(call, ROUTE, dq, call.q),
+        "k": query_gradient(call, ROUTE, dk, call.k),
         "v": dv,
-        "beta": _beta_gradient(call, dbeta.sum(0)),
+        "beta": beta_gradient(call, dbeta.sum(0)),
         "initial_state": dh0,
         "A_log": None,
         "dt_bias": None,
     }
     dtype = torch.float32 if call.use_gate_in_kernel else call.g.dtype
-    dg = _sum_heads(call, dg, None, torch.empty(call.g.shape, dtype=dtype, device=call.g.device), 1)
+    dg = sum_heads(ROUTE, dg, torch.empty_like(call.g, dtype=dtype))
     if call.use_gate_in_kernel:
         dg, out["A_log"], out["dt_bias"] = gate_backward(call.g, call.A_log, call.dt_bias, call.lower_bound, dg, ROUTE)
     return {**out, "g": dg}
-
-
-DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
 
 class _RecurrentFunction(torch.autograd.Function):

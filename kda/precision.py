@@ -3,6 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+# What every route of the operator returns, by quantity.
+OUTPUTS: Mapping[str, str] = {
+    **dict.fromkeys(("o", "dq", "dk", "dv"), "io"),
+    **dict.fromkeys(("ht", "h", "dh0"), "fp32"),
+    "dbeta": "beta",
+    "dg": "g",
+}
+
 
 @dataclass(frozen=True)
 class PrecisionSpec:

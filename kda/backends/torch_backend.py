@@ -9,24 +9,11 @@ from torch.autograd.function import once_differentiable
 
 from kda import record, registry
 from kda.contract import Call, GateCall
-from kda.precision import PrecisionSpec
+from kda.precision import OUTPUTS, PrecisionSpec
 from kda.recurrent_kernels import L2NORM_EPS
 
 ROUTE = "torch"
-PRECISION = PrecisionSpec(
-    algorithm="recurrent",
-    stages={
-        "o": "io",
-        "dq": "io",
-        "dk": "io",
-        "dv": "io",
-        "dbeta": "beta",
-        "dg": "g",
-        "ht": "fp32",
-        "h": "fp32",
-        "dh0": "fp32",
-    },
-)
+PRECISION = PrecisionSpec(algorithm="recurrent", stages=OUTPUTS)
 LARGE_NEGATIVE = -40.0  # below it softplus(z) = e^z to the last bit of fp32
 
 
