@@ -79,6 +79,7 @@ def keywords(case: Case, entry: str) -> dict[str, object]:
     if entry == "chunk":
         words |= {"safe_gate": problem.safe_gate, "chunk_size": problem.chunk_size}
         words |= {"return_intermediate_states": True} if problem.intermediates else {}
+        words |= {"precision": problem.precision} if problem.precision != "ieee" else {}
     return words
 
 

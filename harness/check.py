@@ -22,6 +22,7 @@ from harness.strategies import problems
 from harness.subject import Subject
 
 REPEAT_EVERY = 4  # of the problems on a route, this share is run twice and compared bit by bit
+SAFE_ROUTE, FREE_ROUTE = "chunk-safe_gate", "chunk-unbounded"  # the paths that safe_gate chooses between
 FINDINGS_SHRUNK = 12  # distinct failures of a run that are worth shrinking
 
 
@@ -108,12 +109,14 @@ def plan(
 
 def _tasks(route: str, entry: str, family: Family, profile: Profile, seed: int, device: str) -> Iterator[Task]:
     for example in family.examples:
-        fitted = example if example.entry == entry else _fitted(example, entry)
-        if fitted is not None:
-            yield Task(route, family.name, fitted, True)
+        problem = fitted(example, route, entry)
+        if problem is not None:
+            yield Task(route, family.name, problem, True)
     if not family.gpu_only:
         for drawn in draw(family, entry, profile.generated * family.weight, seed, 66 if device != "cpu" else 34):
-            yield Task(route, family.name, drawn, False)
+            problem = fitted(drawn, route, entry)
+            if problem is not None:
+                yield Task(route, family.name, problem, False)
 
 
 def _held_to(shape: Shape | None, task: Task) -> Task:
@@ -124,11 +127,17 @@ def _held_to(shape: Shape | None, task: Task) -> Task:
     return replace(task, problem=replace(task.problem, heads=shape.heads, K=shape.K, edits=(), **dims))
 
 
-def _fitted(example: Problem, entry: str) -> Problem | None:
-    """An example written for one entry, for another that can take it."""
-    if example.entry != "recurrent" or entry != "chunk":
-        return None
-    return replace(example, entry="chunk")
+def fitted(problem: Problem, route: str, entry: str) -> Problem | None:
+    """A problem for a route that can take it: one written for the recurrent entry goes to the chunk entry too, and of
+    the two chunk paths each gets what its gates allow, with the flag that asks for it.
+    """
+    if problem.entry != entry:
+        if problem.entry != "recurrent" or entry != "chunk":
+            return None
+        problem = replace(problem, entry="chunk")
+    if route == SAFE_ROUTE:
+        return replace(problem, safe_gate=True) if problem.bounded else None
+    return replace(problem, safe_gate=False) if route == FREE_ROUTE else problem
 
 
 def draw(family: Family, entry: str, count: int, seed: int, longest: int) -> list[Problem]:

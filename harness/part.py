@@ -10,8 +10,9 @@ from torch import Tensor
 
 from harness.census import WORST_SHOWN, Census, Verdict, Wrong, worst
 from harness.rows import Block, Heads, blocks_of
-from kda.precision import PrecisionSpec
+from kda.precision import PRODUCTS, PrecisionSpec
 from oracle.envelope import FLOOR, Limits, Statistics, rms, statistics
+from oracle.natural import natural_core
 from oracle.operator import Options, evaluate, evaluate_gate
 from oracle.packing import Layout
 from oracle.recurrence import LOG2E
@@ -23,12 +24,11 @@ RESOLVED_SUM = 1.8e5  # an fp32 cumulative gate beyond this no longer resolves 1
 SOURCES = {"io": "q", "g": "g", "beta": "beta"}  # formats that follow the dtype of a tensor of the call
 
 
-def resolved(fmt: str, inputs: Mapping[str, Tensor | None]) -> str:
-    """The format that a PrecisionSpec means by `fmt` in this call; `dot` is that of a matrix product: tf32 for fp32
-    tensors.
-    """
-    if fmt == "dot":
-        return {"fp32": "tf32"}.get(own := FORMAT_OF_DTYPE[inputs["q"].dtype], own)
+def resolved(fmt: str, inputs: Mapping[str, Tensor | None], precision: str = "ieee") -> str:
+    """The format that a PrecisionSpec means by `fmt` in a call with these tensors and this `precision`."""
+    if fmt in PRODUCTS:
+        own = FORMAT_OF_DTYPE[inputs["q"].dtype]
+        return "fp64" if own == "fp64" else PRODUCTS[fmt][precision if own == "fp32" else own]
     return FORMAT_OF_DTYPE[inputs[SOURCES[fmt]].dtype] if fmt in SOURCES else fmt
 
 
@@ -54,7 +54,8 @@ class Call:
             given = {"gradients": self.gradients, "rounding": rounding}
             if self.entry == "gate":
                 return evaluate_gate(inputs, self.options, **given)
-            spec, formats = self.spec, {stage: resolved(fmt, inputs) for stage, fmt in self.spec.stages.items()}
+            spec = self.spec
+            formats = {stage: resolved(fmt, inputs, spec.precision) for stage, fmt in spec.stages.items()}
             if algorithm == "chunk":
                 form = {"chunk": spec.chunk, "diagonal": spec.diagonal, "inverse": spec.inverse}
                 return evaluate_chunk(inputs, self.options, **given, formats=formats, **form)
@@ -130,12 +131,27 @@ class Part:
         statistic = "nonfinite" if lost else "envelope"
         return Verdict(name, klass, math.inf, statistic, message, Census(finite.numel(), lost, lost))
 
+    @cached_property
+    def natural(self) -> dict[str, Tensor]:
+        return evaluate(self.inputs, self.call.options, gradients=self.call.gradients, core=natural_core)
+
+    def _roundoff(self) -> float:
+        """That of the coarsest operand of the route's products."""
+        spec = self.call.spec
+        named = [spec.stages.get(stage, "fp32") for stage in ("operand", "intra")]
+        operands = [resolved(fmt, self.inputs, spec.precision) for fmt in named]
+        return 2.0 ** -min(PRECISION_BITS[fmt] for fmt in operands)
+
     def _small_row(self) -> float:
-        """A few operand roundoffs of the block's rms, in a small row, are no loss of digits."""
-        stages = self.call.spec.stages
-        operands = [resolved(stages.get(stage, "fp32"), self.inputs) for stage in ("operand", "intra")]
-        coarsest = min(PRECISION_BITS[fmt] for fmt in operands)
-        return max(self.call.limits.small_row, 2.0**-coarsest / self.call.limits.unstable_row)
+        """An operand roundoff of the block's rms, in a small row, is no loss of digits."""
+        return max(self.call.limits.small_row, self._roundoff() / self.call.limits.unstable_row)
+
+    def _terms(self, name: str, block: Block) -> Tensor:
+        """The scale of rows whose terms cancel: a few operand roundoffs of those. See NOTE [Natural size]."""
+        if self.call.spec.algorithm != "chunk":
+            return torch.zeros(())
+        limits = self.call.limits
+        return rms(block.take(self.natural[name])) * (limits.cancelled * self._roundoff() / limits.unstable_row)
 
     def _class(
         self,
@@ -154,6 +170,7 @@ class Part:
         doubtful = (row_error > limits.unstable_row * scale) | ((row_sigma > limits.uninformative * scale) & alive)
         if not bool(doubtful.any()) and not relaxed:
             return "BUG" if over else "OK"
+        scale = torch.maximum(scale, self._terms(name, block))
         plain = rms((block.take(self.plain[name]) - exact).square().mean(0).sqrt() + stats.rounding / 1.7)
         loses = (row_sigma > limits.unstable_row / 10 * scale) & (row_sigma > limits.unstable_factor / 2 * plain)
         if over and not (relaxed and (allowed == math.inf or bool(loses.any()))):

@@ -16,6 +16,7 @@ from oracle.operator import Options
 ENTRIES = ("recurrent", "chunk", "gate")
 GATES = ("pregated", "softplus", "lower_bound")
 LOSSES = ("both", "o", "state", "none")
+PRECISIONS = ("ieee", "tf32")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OFFSETS = {"int64": torch.int64, "int32": torch.int32}
 STREAMS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "h0", "do", "dht")  # place = stream of the seed: only append
@@ -98,6 +99,7 @@ class Problem:
     v_first: bool = False
     intermediates: bool = False
     chunk_size: int = 64
+    precision: str = "ieee"
     scale: float | None = None
     offsets: str = "int64"
     loss: str = "both"
@@ -148,7 +150,7 @@ class Problem:
                 yield "lengths", self.lengths, f"few enough for {name} {list(shape)} to have {MAX_ELEMENTS} elements"
 
     def _faults_of_modes(self) -> Iterator[Fault]:
-        menus = {"entry": ENTRIES, "gate": GATES, "loss": LOSSES}
+        menus = {"entry": ENTRIES, "gate": GATES, "loss": LOSSES, "precision": PRECISIONS}
         menus |= {"dtype": DTYPES, "gate_dtype": DTYPES, "offsets": OFFSETS}
         for name, menu in menus.items():
             if not isinstance(getattr(self, name), str) or getattr(self, name) not in menu:
@@ -160,13 +162,14 @@ class Problem:
             yield "lower_bound", bound, "a finite number below 0 with gate='lower_bound', else None"
         if self.entry == "gate" and self.gate == "pregated":
             yield "gate", self.gate, "softplus or lower_bound with entry='gate'"
-        bounded = bound >= patterns.BOUND if given else self.gate == "pregated" and self.g not in patterns.BELOW_BOUND
-        if self.entry == "chunk" and self.safe_gate and not bounded:
+        if self.entry == "chunk" and self.safe_gate and not self.bounded:
             yield "safe_gate", True, f"False, unless no gate is below {patterns.BOUND:g}"
         if self.neg_eigval and not self.beta_sigmoid:
             yield "neg_eigval", True, "False, unless beta_sigmoid is True"
         if self.intermediates and self.entry != "chunk":
             yield "intermediates", True, "False, unless entry is 'chunk'"
+        if self.precision != "ieee" and (self.entry, self.dtype) != ("chunk", "fp32"):
+            yield "precision", self.precision, "'ieee', unless entry is 'chunk' and dtype is 'fp32'"
         if self.scale is not None and not (_is_number(self.scale) and math.isfinite(self.scale)):
             yield "scale", self.scale, "a finite number, or None"
 
@@ -214,6 +217,13 @@ class Problem:
     @property
     def value_heads(self) -> int:
         return self.heads * self.group
+
+    @property
+    def bounded(self) -> bool:
+        """Whether every gate is known to be in [-5, 0], as safe_gate promises."""
+        if self.lower_bound is not None:
+            return self.lower_bound >= patterns.BOUND
+        return self.gate == "pregated" and self.g not in patterns.BELOW_BOUND
 
     @property
     def gradients(self) -> bool:

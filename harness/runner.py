@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.bits import differing_bytes
@@ -99,14 +99,12 @@ class Runner:
     def _judge(self, route: Route, problem: Problem, outcome: Outcome, seed: int) -> list[Verdict]:
         small = sum(problem.lengths) * problem.value_heads * problem.K * problem.V < SMALL_STEPS
         case = materialise(problem, "cpu" if small else self.device)
-        # chunk_size of a foreign chunk kernel is the chunk of its algorithm, and so where it rounds.
-        spec = replace(route.spec, chunk=problem.chunk_size) if route.spec.algorithm == "chunk" else route.spec
         return judge(
             case.inputs,
             case.options,
             outcome.outputs,
             entry=problem.entry,
-            spec=spec,
+            spec=route.spec.of_call(problem.chunk_size, problem.precision),
             quantities=route.quantities(problem),
             seed=seed,
         )

@@ -65,6 +65,9 @@ def problems(draw, family: Family, entry: str, longest: int = 66) -> Problem:
             "v_first": flag("v_first"),
             "intermediates": entry == "chunk" and flag("intermediates"),
             "chunk_size": draw(st.sampled_from((64, 32)), label="chunk_size") if entry == "chunk" else 64,
+            "precision": draw(st.sampled_from(("ieee", "tf32")), label="precision")
+            if entry == "chunk" and structure["dtype"] == "fp32"
+            else "ieee",
             "loss": draw(st.sampled_from(("both", "o", "state")), label="loss") if not gate_entry else "both",
         }
     return Problem(**structure, **_patterns(draw, family, structure), seed=draw(st.integers(0, 2**16), label="seed"))

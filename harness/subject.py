@@ -55,7 +55,8 @@ def own_subject() -> Subject:
     for route in kda.routes():
         for entry in sorted(route.entries):
             spec = GATE_PRECISION if entry == "gate" else route.precision
-            routes.append(Route(route.id, entry, functions[entry], spec, context=proving(route.id)))
+            lacks = _wants_bounded if route.id == "chunk-safe_gate" else _takes_all
+            routes.append(Route(route.id, entry, functions[entry], spec, lacks, context=proving(route.id)))
     return Subject("kda", _version("kda-harness"), tuple(routes), foreign=False)
 
 
@@ -75,12 +76,12 @@ _CHUNK_STAGES = {
 def foreign_specs() -> dict[str, PrecisionSpec]:
     """What kernels with fla's signatures are taken to round, unless a subject declares better.
 
-    `dot` is tf32 for fp32 tensors.
+    Their chunk_size is the chunk of the algorithm, and so where it rounds.
     """
     chunk = _CHUNK_STAGES
     return {
-        "chunk-safe_gate": PrecisionSpec("chunk", chunk, chunk=64, diagonal="anchor", inverse="substitution"),
-        "chunk-unbounded": PrecisionSpec("chunk", chunk, chunk=64, diagonal="pair", inverse="substitution"),
+        "chunk-safe_gate": PrecisionSpec("chunk", chunk, diagonal="anchor", inverse="substitution"),
+        "chunk-unbounded": PrecisionSpec("chunk", chunk, diagonal="pair", inverse="substitution"),
         "recurrent": PrecisionSpec("recurrent", {"o": "io", "ht": "fp32"}),
         "gate": PrecisionSpec("gate", {}),
     }
@@ -113,6 +114,7 @@ def _accepts(function: Callable) -> Callable[[Problem], str | None]:
                 "safe_gate": problem.safe_gate,
                 "return_intermediate_states": problem.intermediates,
                 "chunk_size": problem.intermediates and problem.chunk_size != 64,
+                "precision": problem.precision != "ieee",
             }
         missing = [name for name, wanted in needed.items() if wanted and name not in parameters]
         return None if anything or not missing else f"has no argument {', '.join(missing)}"
@@ -130,6 +132,15 @@ def _only_known(function: Callable) -> Callable:
 
 def _and(*checks: Callable[[Problem], str | None]) -> Callable[[Problem], str | None]:
     return lambda problem: next((reason for check in checks if (reason := check(problem))), None)
+
+
+def _takes_all(problem: Problem) -> None:
+    return None
+
+
+def _wants_bounded(problem: Problem) -> str | None:
+    known = problem.safe_gate or (problem.lower_bound is not None and problem.bounded)
+    return None if known else "takes gates known to be in [-5, 0]: safe_gate or such a lower_bound"
 
 
 def _wants_safe_gate(problem: Problem) -> str | None:

@@ -62,7 +62,7 @@ def declared_format(name: str, inputs: Mapping[str, Tensor | None], spec: Precis
     io = inputs.get("q") if inputs.get("q") is not None else inputs["g"]
     if declared == "fp32" and io.dtype == torch.float64:
         return "fp64"
-    return resolved(declared, inputs)
+    return resolved(declared, inputs, spec.precision)
 
 
 def _form_problem(name, truth, got, inputs, spec) -> Verdict | None:

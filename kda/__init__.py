@@ -1,5 +1,6 @@
 """KDA (Kimi Delta Attention) for PyTorch: Triton kernels, every gradient, and the registry that chooses among them."""
 
+from kda import chunk_bwd as _chunk_bwd
 from kda.backends import torch_backend as _torch_backend
 from kda.chunk import chunk_kda
 from kda.explain import explain
@@ -24,4 +25,4 @@ __all__ = [
     "routes",
 ]
 
-del _torch_backend
+del _chunk_bwd, _torch_backend

@@ -30,6 +30,7 @@ def chunk_kda(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
+    precision: str = "ieee",
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """KDA over whole sequences: (o `[B, T, HV, V]`, final state or None), and the intermediate states if asked for.
 
@@ -38,8 +39,9 @@ def chunk_kda(
     `return_intermediate_states` adds the state at the start of every `chunk_size`-token (32 or 64) chunk, `[B, NT, HV,
     K, V]` fp32 without gradient (`[B, NT, HV, V, K]` with `state_v_first`), chunks of packed sequences one sequence
     after the other; on a GPU that needs the number of chunks, read from `cu_seqlens_cpu` or, without it, from the
-    device. `disable_recompute` trades memory for time where a route can; results are the same. Raises ValueError or
-    TypeError naming the argument, before any kernel runs.
+    device. `disable_recompute` trades memory for time where a route can; results are the same. `precision` says how
+    fp32 tensors may be multiplied: 'ieee' to fp32's own digits, 'tf32' with operands rounded to 11 bits where a route
+    gains by it. Raises ValueError or TypeError naming the argument, before any kernel runs.
     """
     if cp_context is not None:
         contract.refuse("cp_context", type(cp_context).__name__, "None: context parallelism is not there yet")
@@ -67,6 +69,7 @@ def chunk_kda(
         cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu,
         chunk_size=chunk_size,
+        precision=precision,
     )
     o, final_state, states = registry.dispatch(contract.validate(call))
     return (o, final_state, states) if return_intermediate_states else (o, final_state)

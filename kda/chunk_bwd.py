@@ -45,14 +45,14 @@ def backward(
     output = (made.A_qk, made.v_new, do, dA_qk, dv_local, *where, HV, V)
     launch(plan, kda_chunk_output_bwd_kernel, chunks, *output, C=C, BV=plan.BV, DOT=plan.DOT, num_warps=4)
 
-    dh, dv_new = torch.empty_like(made.h), empty(B, T, HV, V)
+    dh, dv_new = torch.empty_like(made.h), empty(B, T, HV, V, **fp32)
     dh0 = None if call.initial_state is None else torch.empty_like(call.initial_state)
     scan = (made.w, made.q_decayed, made.k_rest, made.decay, do, dv_local, dht, dh, dv_new, dh0)
     ends = (index.offsets, index.slots_of, call.scale, HV, K, V)
     launch(plan, kda_chunk_state_bwd_kernel, plan.scans(call), *scan, *ends, **state)
 
     NK = triton.cdiv(K, plan.BP)
-    z, dv = empty(B, T, HV, V), blank(B, T, HV, V, dtype=call.v.dtype)
+    z, dv = empty(B, T, HV, V, **fp32), blank(B, T, HV, V, dtype=call.v.dtype)
     dA_kk, dbeta = empty(B, T, HV, C, **fp32), blank(NK + 1, B, T, HV)
     factors = (made.inverse, call.beta, made.A_kk, call.v, made.v_new, dv_new, z, dv, dA_kk, dbeta[NK])
     flags = {"DOT": plan.DOT, "BETA_SIGMOID": call.use_beta_sigmoid_in_kernel}
@@ -122,17 +122,14 @@ class _ChunkFunction(torch.autograd.Function):
         return None, None, None, *(gradients[name] if needed else None for name, needed in wanted)
 
 
-def chunk_kda_staged(
-    call: Call, route: str | None = None, precision: str = "ieee"
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def chunk_kda_staged(call: Call, route: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(o, final state or None, intermediate states or None) of a validated call.
 
-    `route` is 'chunk-safe_gate' (gates in [-5, 0], or in [lower_bound, 0]) or 'chunk-unbounded' (any gate <= 0); None
-    goes by the call's `safe_gate`. `precision` of products of fp32 tensors: 'ieee' or 'tf32'.
+    `route` is 'chunk-safe_gate' (gates in [-5, 0], or in [lower_bound, 0]) or 'chunk-unbounded' (any gate <= 0).
     """
     tensors = [dense(getattr(call, name)) for name in DIFFERENTIABLE]
     call = replace(call, **dict(zip(DIFFERENTIABLE, (None if x is None else x.detach() for x in tensors))))
-    plan = Plan.of(call, route or (SAFE_GATE if call.safe_gate else UNBOUNDED), precision)
+    plan = Plan.of(call, route)
     training = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     return _ChunkFunction.apply(call, plan, training, *tensors)
 
@@ -146,8 +143,23 @@ def refusal(call: Call, route: str) -> str | None:
 
 
 def _precision(diagonal: str) -> PrecisionSpec:
-    stages = {"operand": "dot", "intra": "tf32", "merge": "fp32", "stored_inverse": "fp32", "state": "fp32"}
-    return PrecisionSpec("chunk", {**OUTPUTS, **stages}, chunk=64, diagonal=diagonal, inverse="substitution")
+    stages = {"operand": "product", "intra": "wide", "merge": "fp32", "stored_inverse": "fp32", "state": "fp32"}
+    return PrecisionSpec("chunk", {**OUTPUTS, **stages}, diagonal=diagonal, inverse="substitution")
 
 
-PRECISION = {SAFE_GATE: _precision("anchor_apart"), UNBOUNDED: _precision("pair")}
+PRECISION = {SAFE_GATE: _precision("anchor_apart"), UNBOUNDED: _precision("halving")}
+SUMMARIES = {
+    SAFE_GATE: "staged chunk kernels for gates in [-5, 0]: diagonal blocks anchored on their first row",
+    UNBOUNDED: "staged chunk kernels for any gate <= 0, -inf included: diagonal blocks by halving levels",
+}
+for _id in (SAFE_GATE, UNBOUNDED):
+    registry.register(
+        registry.Route(
+            id=_id,
+            entries=frozenset({"chunk"}),
+            summary=SUMMARIES[_id],
+            verify=functools.partial(refusal, route=_id),
+            run=functools.partial(chunk_kda_staged, route=_id),
+            precision=PRECISION[_id],
+        )
+    )

@@ -38,9 +38,7 @@ def kda_row_rstd_kernel(x, rstd, num_rows, K, BT: tl.constexpr, BK: tl.constexpr
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is computed: `DOT` is the operand format of products with values and states, `INTRA` that of q k and
-    k k.
-    """
+    """How a call is computed: operands of products with values and states are `DOT`, those of q k and k k `INTRA`."""
 
     route: str
     DOT: str  # bf16, tf32 or fp32
@@ -51,11 +49,9 @@ class Plan:
     BV: int
 
     @classmethod
-    def of(cls, call: Call, route: str, precision: str = "ieee") -> "Plan":
-        """`precision` ('tf32' or 'ieee') is that of fp32 tensors; fp16 ones go by tf32, whose digits and larger range
-        they fit.
-        """
-        full = "fp32" if precision == "ieee" else "tf32"
+    def of(cls, call: Call, route: str) -> "Plan":
+        """fp32 tensors go by the call's `precision`; fp16 ones by tf32, whose digits and larger range they fit."""
+        full = "fp32" if call.precision == "ieee" else "tf32"
         bound = SAFE_BOUND if call.lower_bound is None else call.lower_bound
         return cls(
             route=route,
@@ -107,9 +103,8 @@ class Stages:
     """What the forward pass leaves for the backward, by the names of the oracle's stages where it has them.
 
     By token: g, the natural-log gate, q_decayed, k_decayed, k_rest, w `[B, T, HV, K]`; q_rstd, k_rstd `[B, T, H]`;
-    A_qk, A_kk, inverse `[B, T, HV, C]`, undefined above the diagonal; u, v_new `[B, T, HV, V]`. By slot: decay
-    `[slots, HV, K]`, h `[slots, HV, K, V]` (V-first swaps). Tokens of no sequence and slots of no chunk are
-    undefined.
+    A_qk, A_kk, inverse `[B, T, HV, C]`, undefined above the diagonal; u, v_new `[B, T, HV, V]`. By slot: decay `[slots,
+    HV, K]`, h `[slots, HV, K, V]` (V-first swaps). Tokens of no sequence and slots of no chunk are undefined.
     """
 
     g: Tensor

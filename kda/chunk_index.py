@@ -13,8 +13,7 @@ class ChunkIndex:
     """The chunks of a call, those of one sequence after those of the one before.
 
     `rows` `[slots]`: first row of each chunk in the flattened batch; `counts` `[slots]`: its tokens, 0 for a slot
-    without a chunk;
-    `offsets`, `slots_of` `[N + 1]`: first row and first slot of each sequence. All int64.
+    without a chunk; `offsets`, `slots_of` `[N + 1]`: first row and first slot of each sequence. All int64.
     """
 
     rows: Tensor

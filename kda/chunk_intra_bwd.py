@@ -37,9 +37,9 @@ def kda_chunk_intra_bwd_kernel(
     """Adds to dq, dk (of the normalised q, k) and dg `[rows, HV, K]` what comes through the chunk's A_qk and A_kk.
 
     With P = scale dA_qk, A = dA_kk (both mirrored above the diagonal) and d_ij = 2^(G_i - G_j), i > j: dq_i = sum_j
-    P_ij d_ij k_j, dk_i = sum_j A_ij d_ij k_j, dk_j = sum_i d_ij (A_ij k_i + P_ij q_i), and a gate's gradient is the
-    sum over the pairs whose range it is in, as in NOTE [Ranges of gates]. One program per (BK columns of K, chunk,
-    value head). dg_state and what dq and dk hold on entry came through the states.
+    P_ij d_ij k_j, dk_i = sum_j A_ij d_ij k_j, dk_j = sum_i d_ij (A_ij k_i + P_ij q_i), and a gate's gradient is the sum
+    over the pairs whose range it is in, as in NOTE [Ranges of gates]. One program per (BK columns of K, chunk, value
+    head). dg_state and what dq and dk hold on entry came through the states.
     """
     i_p = tl.program_id(0).to(tl.int64)
     NK = tl.cdiv(K, BK)

@@ -5,7 +5,16 @@ operands.
 import triton
 import triton.language as tl
 
-from kda.chunk_tiles import load_betas, load_gate, load_normalised, operand, product, range_sums, split_three
+from kda.chunk_tiles import (
+    load_betas,
+    load_gate,
+    load_normalised,
+    operand,
+    product,
+    range_sums,
+    split_product,
+    split_three,
+)
 
 
 @triton.jit(do_not_specialize=["HV"])
@@ -144,9 +153,8 @@ def kda_chunk_inter_bwd_kernel(
     """dq, dk (of the normalised q, k), dg `[rows, HV, K]`, fp32, and a share of dbeta `[NK, rows, HV]`, through S and
     dS alone.
 
-    d(q 2^G) = scale do S^T, d(k 2^G) = -beta z S^T, d(k 2^(G_C - G)) = v_new dS^T, d(2^G_C) = rowsum(S dS),
-    with z as in
-    `kda_wy_bwd_kernel`; dbeta = -rowsum(k 2^G z S^T). One program per (BK columns of K, chunk, value head).
+    d(q 2^G) = scale do S^T, d(k 2^G) = -beta z S^T, d(k 2^(G_C - G)) = v_new dS^T, d(2^G_C) = rowsum(S dS), with z as
+    in `kda_wy_bwd_kernel`; dbeta = -rowsum(k 2^G z S^T). One program per (BK columns of K, chunk, value head).
     """
     i_p = tl.program_id(0).to(tl.int64)
     NK = tl.cdiv(K, BK)
@@ -181,7 +189,7 @@ def kda_chunk_inter_bwd_kernel(
         b_S_dS += tl.sum(b_S * b_dS, axis=0)
         b_S = operand(b_S, DOT)
         b_do_S += product(operand(tl.load(do + i_rv * V + o_tv, mask=m_v, other=0.0), DOT), b_S, DOT)
-        b_z_S += product(tl.load(z + i_rv * V + o_tv, mask=m_v, other=0.0), b_S, DOT)
+        b_z_S += split_product(tl.load(z + i_rv * V + o_tv, mask=m_v, other=0.0), b_S, DOT)
         b_v_dS += product(tl.load(v_new + i_rv * V + o_tv, mask=m_v, other=0.0), operand(b_dS, DOT), DOT)
 
     i_qk = (i_row * H + i_h) * K

@@ -15,7 +15,6 @@ TOKENWISE = ("q_decayed", "k_decayed", "k_rest", "w", "u", "v_new", "dv_new", "z
 def chunk_stages(
     call: Call,
     route: str | None = None,
-    precision: str = "ieee",
     do: Tensor | None = None,
     dht: Tensor | None = None,
 ) -> dict[str, Tensor]:
@@ -24,10 +23,10 @@ def chunk_stages(
     By chunk slot and value head: A_qk, A_kk, inverse `[slots, HV, C, C]`, 0 above the diagonal (inverse: 1 on it); w,
     q_decayed, k_decayed, k_rest `[slots, HV, C, K]`; u, v_new `[slots, HV, C, V]`; decay `[slots, HV, K]`; states,
     before each chunk, `[slots, HV, K, V]`. Backward: gradients dA_qk, dA_kk, dv_new, z = inverse^T dv_new in the same
-    forms, and dh, behind each chunk. Rows past a chunk's end and slots of no chunk are 0. Also o, and every gradient
-    by argument.
+    forms, and dh, behind each chunk. Rows past a chunk's end and slots of no chunk are 0. Also o, and every gradient by
+    argument.
     """
-    plan = Plan.of(call, route or (SAFE_GATE if call.safe_gate else UNBOUNDED), precision)
+    plan = Plan.of(call, route or (SAFE_GATE if call.safe_gate else UNBOUNDED))
     index = ChunkIndex.of(call)
     o, _, made = forward(call, plan, index)
     found = {name: getattr(made, name) for name in (*LOWER[:3], *TOKENWISE[:6], "decay")} | {"states": made.h}

@@ -31,8 +31,7 @@ def kda_chunk_state_fwd_kernel(
     """v_new = u - w S;  S <- 2^G_C S + (k 2^(G_C - G))^T v_new, chunk after chunk.
 
     One program per (sequence, value head, BV columns of V). h `[slots, HV, K, V]`: S before each chunk, fp32; v_new
-    `[rows, HV, V]`, an
-    operand from here on; h0 and ht `[N, HV, K, V]` may be None; K and V are swapped with V_FIRST.
+    `[rows, HV, V]`, an operand from here on; h0 and ht `[N, HV, K, V]` may be None; K and V are swapped with V_FIRST.
     """
     NV = tl.cdiv(V, BV)
     i_p = tl.program_id(0).to(tl.int64)
@@ -97,9 +96,8 @@ def kda_chunk_state_bwd_kernel(
 ):
     """dv_new = A_qk^T do + k 2^(G_C - G) dS;  dS <- 2^G_C dS + scale (q 2^G)^T do - w^T dv_new, chunk before chunk.
 
-    One program per (sequence, value head, BV columns of V). dv_local is A_qk^T do; dh `[slots, HV, K, V]` receives dS
-    behind each chunk,
-    fp32; dht and dh0 may be None.
+    One program per (sequence, value head, BV columns of V). dv_local is A_qk^T do; dv_new is
+    kept in fp32; dh `[slots, HV, K, V]` receives dS behind each chunk, fp32; dht and dh0 may be None.
     """
     NV = tl.cdiv(V, BV)
     i_p = tl.program_id(0).to(tl.int64)
@@ -137,8 +135,8 @@ def kda_chunk_state_bwd_kernel(
         b_dv = tl.load(dv_local + i_rv * V + o_tv, mask=m_tv, other=0.0)
         b_a = tl.load(decay + i_sv * K + o_k, mask=m_k, other=0.0)
         tl.store(dh + i_sv * K * V + o_S, b_dS, mask=m_S)
-        b_dv = operand(b_dv + product(b_k, operand(b_dS, DOT), DOT), DOT)
+        b_dv = b_dv + product(b_k, operand(b_dS, DOT), DOT)
         tl.store(dv_new + i_rv * V + o_tv, b_dv, mask=m_tv)
-        b_dS = decay_state(b_dS, b_a) + scale * product(b_q, b_do, DOT) - product(b_w, b_dv, DOT)
+        b_dS = decay_state(b_dS, b_a) + scale * product(b_q, b_do, DOT) - product(b_w, operand(b_dv, DOT), DOT)
     if dh0 is not None:
         tl.store(dh0 + (i_n * HV + i_hv) * K * V + o_S, b_dS, mask=m_S)

@@ -1,6 +1,4 @@
-"""Authority on the tile arithmetic of the chunk kernels: operands of products, sums over ranges of tokens, halving
-levels.
-"""
+"""Authority on the tile arithmetic of the chunk kernels: operands of products, sums over ranges, halving levels."""
 
 import triton
 import triton.language as tl
@@ -11,22 +9,17 @@ GATE_FLOOR = tl.constexpr(-1e4)  # log2 units; 2^x is 0 long before, and finite 
 
 # NOTE [Ranges of gates]
 # Every decay between two tokens is 2^(sum of the log2 gates over a contiguous range), and every exponent is such a sum,
-# added up
-# as it stands: a product of a 0/1 matrix with the gates. Nothing is ever the difference of two cumulative sums, so a
-# reset of
-# -1e6 cannot eat the -0.05 after it, no exponent is above 0, and no token enters the rounding of an earlier one. The
-# gradient of
-# a gate is the sum over the ranges that contain it: the transposed product, with nothing to cancel. The products run on
-# tensor
-# cores and are exact, because three bf16 numbers hold all bits of an fp32 one; only the accumulation rounds.
+# added up as it stands: a product of a 0/1 matrix with the gates. Nothing is ever the difference of two cumulative
+# sums, so a reset of -1e6 cannot eat the -0.05 after it, no exponent is above 0, and no token enters the rounding of an
+# earlier one. The gradient of a gate is the sum over the ranges that contain it: the transposed product, with nothing
+# to cancel. The products run on tensor cores and are exact, because three bf16 numbers hold all bits of an fp32 one;
+# only the accumulation rounds.
 
 # NOTE [Halving levels]
-# At each level blocks of 1, 2, 4, .. rows come in pairs. A row i of the odd block and a row j of the even one decay
-# by the
-# gates from the border to i, and from behind j to the border: 2^(first) scales row i, 2^(second) scales row j, both
-# exponents
-# <= 0. The two kinds of row never meet, so one tile serves as row and as column operand. Every i > j is in exactly one
-# level.
+# At each level blocks of 1, 2, 4, .. rows come in pairs. A row i of the odd block and a row j of the even one decay by
+# the gates from the border to i, and from behind j to the border: 2^(first) scales row i, 2^(second) scales row j, both
+# exponents <= 0. The two kinds of row never meet, so one tile serves as row and as column operand. Every i > j is in
+# exactly one level.
 
 
 @triton.jit
@@ -61,6 +54,16 @@ def split_product(b_a, b_b, DOT: tl.constexpr):
     b_c = product(b_hi, b_b, DOT)
     if DOT != "fp32":
         b_c += product(operand(b_a - b_hi.to(tl.float32), DOT), b_b, DOT)
+    return b_c
+
+
+@triton.jit
+def split_products(b_a, b_b, DOT: tl.constexpr):
+    """a b with both in two operands; the product of the two rests is below what fp32 holds."""
+    b_hi = operand(b_b, DOT)
+    b_c = split_product(b_a, b_hi, DOT)
+    if DOT != "fp32":
+        b_c += product(operand(b_a, DOT), operand(b_b - b_hi.to(tl.float32), DOT), DOT)
     return b_c
 
 

@@ -12,6 +12,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OFFSET_DTYPES = (torch.int32, torch.int64)
 MAX_HEAD_DIM = 256
 SAFE_BOUND = -5.0
+PRECISIONS = ("ieee", "tf32")  # of the products of fp32 tensors
 FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -58,6 +59,7 @@ class Call:
     cu_seqlens: Tensor | None = None
     cu_seqlens_cpu: Tensor | None = None
     chunk_size: int = 64
+    precision: str = "ieee"
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
@@ -218,6 +220,8 @@ def _check_flags(call: Call) -> None:
         refuse("allow_neg_eigval", True, "False unless use_beta_sigmoid_in_kernel is True: it doubles that sigmoid")
     if call.chunk_size not in (32, 64):
         refuse("chunk_size", repr(call.chunk_size), "32 or 64")
+    if call.precision not in PRECISIONS:
+        refuse("precision", repr(call.precision), "'ieee' or 'tf32'")
 
 
 def _check_lower_bound(bound: object) -> None:

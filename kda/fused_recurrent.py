@@ -115,6 +115,8 @@ def _recurrent_backward(call: Call, h: Tensor, do: Tensor, dht: Tensor | None) -
     dq, dk, dg, dbeta = partial(K), partial(K), partial(K), partial()
     dv = allocate_tokens(call, *call.v.shape, dtype=call.v.dtype)
     dh0 = None if call.initial_state is None else torch.empty_like(call.initial_state)
+    # One compilation for every loss: a kernel without dht would be free to contract its sums in another way.
+    dht = torch.zeros(call.state_shape, dtype=torch.float32, device=call.q.device) if dht is None else dht
     tiles = call.sequences * HV * NV
     if tiles:
         programs = min(tiles, BACKWARD_PROGRAMS)

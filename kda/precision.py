@@ -1,7 +1,7 @@
 """Authority on how kernels declare where they round: changing a PrecisionSpec is a reviewed change of the numerics."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 # What every route of the operator returns, by quantity.
 OUTPUTS: Mapping[str, str] = {
@@ -11,13 +11,21 @@ OUTPUTS: Mapping[str, str] = {
     "dg": "g",
 }
 
+# Formats of matrix products, by the dtype of q, k and v; for fp32 tensors by the call's `precision` too.
+PRODUCTS: Mapping[str, Mapping[str, str]] = {
+    "dot": {"bf16": "bf16", "fp16": "fp16", "ieee": "tf32", "tf32": "tf32"},  # what hardware does to fp32, unasked
+    "product": {"bf16": "bf16", "fp16": "tf32_rn", "ieee": "fp32", "tf32": "tf32_rn"},
+    "wide": {"bf16": "tf32_rn", "fp16": "tf32_rn", "ieee": "fp32", "tf32": "tf32_rn"},
+}
+
 
 @dataclass(frozen=True)
 class PrecisionSpec:
     """The rounding points of a route; the harness derives its tolerances from them.
 
-    `stages` maps a stage or an output quantity to its format: fp32, tf32, bf16, fp16, `io` (the dtype of q, k, v),
-    `dot` (that, but tf32 for fp32), `g`, `beta` (the dtype of that tensor). Stages that are not named are fp32.
+    `stages` maps a stage or an output quantity to its format: fp32, tf32 (truncated), tf32_rn (to nearest), bf16, fp16,
+    `io` (the dtype of q, k, v), `g`, `beta` (the dtype of that tensor), or a row of PRODUCTS, which goes by `io` and,
+    where that is fp32, by the call's `precision`. Stages that are not named are fp32.
     `excuses` names the domains in which the route may lose digits or overflow: `inf_gate`, `large_cumulative_gate`,
     `anchor_span`, `fp16_overflow`; our own routes excuse nothing.
     """
@@ -26,7 +34,13 @@ class PrecisionSpec:
     stages: Mapping[str, str] = field(default_factory=dict)
     accumulate: str = "fp32"
     exp: str = "exp2"
-    chunk: int | None = None
-    diagonal: str | None = None  # pair | anchor | halving
+    chunk: int | None = None  # tokens of the algorithm's own chunk; None: the call's chunk_size
+    diagonal: str | None = None  # pair | halving | anchor | anchor_apart
     inverse: str | None = None  # substitution | neumann
     excuses: tuple[str, ...] = ()
+    precision: str = "ieee"  # of the products of fp32 tensors: ieee | tf32
+
+    def of_call(self, chunk_size: int, precision: str) -> "PrecisionSpec":
+        """What is declared for a call with these arguments."""
+        own_chunk = self.algorithm != "chunk" or self.chunk is not None
+        return replace(self, chunk=self.chunk if own_chunk else chunk_size, precision=precision)

@@ -216,9 +216,7 @@ def kda_recurrent_bwd_kernel(
         if dt_bias is not None:
             b_bias += tl.load(dt_bias + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)
 
-        b_dS = tl.zeros([BK, BV], tl.float32)
-        if dht is not None:
-            b_dS += tl.load(dht + (i_n * HV + i_hv) * K * V + o_S, mask=m_S, other=0.0).to(tl.float32)
+        b_dS = tl.load(dht + (i_n * HV + i_hv) * K * V + o_S, mask=m_S, other=0.0).to(tl.float32)
         i_slot = tl.load(h_offsets + i_n).to(tl.int64)
         p_w = workspace + tl.program_id(0).to(tl.int64) * interval * (BK * BV) + o_k[:, None] * BV + o_c[None, :]
         segments = (length + interval - 1) // interval

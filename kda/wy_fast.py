@@ -1,11 +1,9 @@
-"""Authority on the triangular system of a chunk, R = (I + beta A_kk)^-1, the factors w = R (beta k 2^G), u = R (beta
-v), and their adjoint.
-"""
+"""Authority on the triangular system of a chunk, R = (I + beta A_kk)^-1, w = R (beta k 2^G), u = R (beta v)."""
 
 import triton
 import triton.language as tl
 
-from kda.chunk_tiles import load_betas, operand, product, split_product
+from kda.chunk_tiles import load_betas, operand, split_product, split_products
 
 # NOTE [Inverse in fp64]
 # Repeated keys with beta near 2 and slow decay make R's entries alternate without shrinking, and its products with k
@@ -174,10 +172,9 @@ def kda_wy_bwd_kernel(
 ):
     """z = R^T dv_new, dv = beta z, dA_kk = -beta z v_new^T below the diagonal and mirrored above it, a share of dbeta.
 
-    One program per (chunk, value head). The gradient of beta_i is z_i (v - k 2^G S - A_kk v_new)_i, without a
-    division by beta; the
-    middle term is the share of `kda_chunk_intra_bwd_kernel`. z `[rows, HV, V]` is rounded once, so that it is the
-    same number in all three.
+    One program per (chunk, value head). The gradient of beta_i is z_i (v - k 2^G S - A_kk v_new)_i, without a division
+    by beta; the middle term is the share of `kda_chunk_inter_bwd_kernel`. z `[rows, HV, V]` is fp32, and the same
+    number in all three: they cancel.
     """
     i_p = tl.program_id(0).to(tl.int64)
     i_c = i_p // HV
@@ -203,10 +200,9 @@ def kda_wy_bwd_kernel(
         b_dv = tl.load(dv_new + i_rv * V + o_vt, mask=m, other=0.0)
         b_v = tl.load(v + i_rv * V + o_vt, mask=m, other=0.0).to(tl.float32)
         b_vT = tl.load(v_new + i_rv * V + o_tv, mask=m_T, other=0.0)
-        b_z = operand(split_product(b_RT, b_dv, DOT), DOT)
-        b_zv += product(b_z, b_vT, DOT)
+        b_z = split_products(b_RT, b_dv, DOT)
+        b_zv += split_product(b_z, b_vT, DOT)
         tl.store(z + i_rv * V + o_vt, b_z, mask=m)
-        b_z = b_z.to(tl.float32)
         b_dbeta += tl.sum(b_z * b_v, axis=1)
         tl.store(dv + i_rv * V + o_vt, (b_beta[:, None] * b_z).to(dv.dtype.element_ty), mask=m)
     o_A = i_rv * C + o_i * (HV * C) + o_j

@@ -39,6 +39,7 @@ class Limits:
     uninformative: float = 0.25  # the plain recurrence's sigma above this share of a row's scale says nothing
     uninformative_rows: float = 0.1
     relaxed: float = 4.0  # a route known to lose digits on an input may exceed limits by this, and be UNSTABLE
+    cancelled: float = 8.0  # operand roundoffs of the terms that may be left where they cancel; at most 6.1 were seen
     small_row: float = 1 / 128  # rows are measured against at least this share of the block's rms
 
 

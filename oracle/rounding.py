@@ -5,11 +5,13 @@ import zlib
 
 import torch
 
-PRECISION_BITS = {"fp64": 53, "fp32": 24, "tf32": 10, "fp16": 11, "bf16": 8}  # tf32 is truncated: 10 bits and a bias
+# tf32 is truncated, 10 bits and a bias; tf32_rn is what a kernel that rounds to nearest first makes of it.
+PRECISION_BITS = {"fp64": 53, "fp32": 24, "tf32_rn": 11, "tf32": 10, "fp16": 11, "bf16": 8}
 LARGEST = {
     "fp64": 1.7e308,
     "fp32": 3.4028234663852886e38,
     "tf32": 3.4e38,
+    "tf32_rn": 3.4e38,
     "fp16": 65504.0,
     "bf16": 3.3895313892515355e38,
 }

@@ -29,9 +29,10 @@ class ChunkModel:
     """Where a chunkwise kernel rounds.
 
     `operand`: the large products; `intra`: k.k and q.k; `merge`: block merges of the inverse; `stored_inverse`: R in
-    memory; `state`: the carried state; `diagonal`: 'pair' (each exponent a difference, any gate) or 'anchor' (two
-    factors around the block's first row); `apart`: i = j outside the anchored tile; `inverse`: 'substitution' or
-    'neumann' (a half-precision series).
+    memory; `state`: the carried state; `diagonal`: 'pair' (each exponent a difference of cumulative gates), 'halving'
+    (each the sum over its own range, which a reset elsewhere cannot spoil) or 'anchor' (two factors around the block's
+    first row); `apart`: i = j outside the anchored tile; `inverse`: 'substitution' or 'neumann' (a half-precision
+    series).
     """
 
     chunk: int = 64
@@ -55,8 +56,8 @@ class ChunkModel:
         chunk = 64 if chunk is None else chunk
         if chunk < BLOCK or chunk % BLOCK:
             raise ValueError(f"chunk is {chunk}, must be a positive multiple of {BLOCK}")
-        if diagonal not in (None, "pair", "anchor", "anchor_apart"):
-            raise ValueError(f"diagonal is {diagonal!r}, must be 'pair', 'anchor' or 'anchor_apart'")
+        if diagonal not in (None, "pair", "halving", "anchor", "anchor_apart"):
+            raise ValueError(f"diagonal is {diagonal!r}, must be 'pair', 'halving', 'anchor' or 'anchor_apart'")
         if inverse not in (None, "substitution", "neumann"):
             raise ValueError(f"inverse is {inverse!r}, must be 'substitution' or 'neumann'")
         stages = ("operand", "intra", "merge", "stored_inverse", "state")
@@ -71,16 +72,16 @@ class ChunkModel:
 
 
 class _Round(torch.autograd.Function):
-    """Rounded forward ('fp64': unchanged); the gradient rounds to fp32, as in a kernel that keeps it in registers."""
+    """Rounded forward ('fp64': unchanged); the gradient to `grad_fmt`, fp32 where it stays in registers."""
 
     @staticmethod
-    def forward(ctx, x, rounding, site, fmt):
-        ctx.rounding, ctx.site = rounding, site
+    def forward(ctx, x, rounding, site, fmt, grad_fmt="fp32"):
+        ctx.rounding, ctx.site, ctx.grad_fmt = rounding, site, grad_fmt
         return rounding.round(site, x, fmt)
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.rounding.round(f"{ctx.site}.grad", grad, "fp32"), None, None, None
+        return ctx.rounding.round(f"{ctx.site}.grad", grad, ctx.grad_fmt), None, None, None, None
 
 
 class _Product(torch.autograd.Function):
@@ -110,12 +111,15 @@ def _accumulated(rounding: Rounding, site: str, a: Tensor, b: Tensor, fmt: str) 
 
 
 class _CumulativeGate(torch.autograd.Function):
-    """Inclusive fp32 cumulative sum in log2 units; its adjoint is the reversed sum."""
+    """Inclusive cumulative sum in log2 units, in fp32 unless `magnitude` is None; its adjoint is the reversed sum."""
 
     @staticmethod
     def forward(ctx, g, magnitude, rounding):
         ctx.rounding = rounding
-        return rounding.accumulate("chunk.cumsum", (g * LOG2E).cumsum(-2), magnitude * math.sqrt(g.shape[-2] / 3))
+        total = (g * LOG2E).cumsum(-2)
+        if magnitude is None:
+            return total
+        return rounding.accumulate("chunk.cumsum", total, magnitude * math.sqrt(g.shape[-2] / 3))
 
     @staticmethod
     def backward(ctx, grad):
@@ -187,7 +191,7 @@ class _Chunked:
         self.q, self.k, self.v, self.beta = cut(rows.q), cut(rows.k), cut(rows.v), cut(rows.beta[..., None])
         g = cut(rows.g) * rounding.constant("chunk.log2e", 2.0**-23, rows.g[..., None])
         magnitude = cut(torch.where(gate == -math.inf, REPLICA_GATE_FLOOR, gate)).cumsum(-2).abs() * LOG2E
-        self.G = _CumulativeGate.apply(g, magnitude, rounding)
+        self.G = _CumulativeGate.apply(g, None if model.diagonal == "halving" else magnitude, rounding)
 
     def product(self, site: str, a: Tensor, b: Tensor, fmt: str) -> Tensor:
         return _Product.apply(a, b, self.rounding, f"chunk.{site}", fmt)
@@ -196,7 +200,12 @@ class _Chunked:
         """x itself; its gradient, summed from several uses, is rounded to fp32."""
         return _Round.apply(x, self.rounding, f"chunk.{site}", "fp64")
 
-    def exp2(self, site: str, exponent: Tensor) -> Tensor:
+    def exp2(self, site: str, exponent: Tensor, inside: Tensor | None = None) -> Tensor:
+        """2^exponent, and 0 outside `inside`."""
+        if self.model.diagonal == "halving":
+            exponent = self.rounding.accumulate(f"chunk.{site}.range", exponent, exponent.abs(), 22)
+        if inside is not None:
+            exponent = torch.where(inside, exponent, -math.inf)
         grown = torch.exp2(self.kept(f"{site}.exponent", exponent))
         return _Round.apply(grown, self.rounding, f"chunk.{site}", "fp32")
 
@@ -232,13 +241,18 @@ class _Chunked:
     def _paired(self, q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
         lower = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=G.device).tril()[..., None]
         left, right = self.kept("pair.G_row", G), self.kept("pair.G_column", G)
-        exponent = torch.where(lower, left[..., :, None, :] - right[..., None, :, :], -math.inf)
-        decayed = self.exp2("pair", exponent) * self.kept("pair.k", k)[..., None, :, :]
+        decayed = self.exp2("pair", left[..., :, None, :] - right[..., None, :, :], lower)
+        decayed = decayed * self.kept("pair.k", k)[..., None, :, :]
+        # Differences of sums are worked off in fp32, token by token; halved ranges are matrix products.
+        tiles = self.model.intra if self.model.diagonal == "halving" else "fp64"
+        decayed = _Round.apply(decayed, self.rounding, "chunk.pair.column", tiles)
 
         def total(site: str, x: Tensor) -> Tensor:
-            terms = self.kept(f"pair.{site}.row", x)[..., :, None, :] * decayed
+            row = _Round.apply(self.kept(f"pair.{site}.row", x), self.rounding, f"chunk.pair.{site}.operand", tiles)
             magnitude = x.norm(dim=-1, keepdim=True) * k.norm(dim=-1)[..., None, :]
-            return self.rounding.accumulate(f"chunk.pair.{site}", terms.sum(-1), magnitude)
+            terms = (row[..., :, None, :] * decayed).sum(-1)
+            summed = self.rounding.accumulate(f"chunk.pair.{site}", terms, magnitude)
+            return _Round.apply(summed, self.rounding, f"chunk.pair.{site}.sum", "fp64", tiles)
 
         return total("qk", q), total("kk", k)
 

@@ -8,12 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
+import kda
 from harness import interpreter, verdict
 from harness.bits import differing_bytes
 from harness.call import DIFFERENTIABLE, keywords
 from harness.problem import Case, Problem, materialise
-from kda import chunk, registry
-from kda.chunk_bwd import PRECISION, chunk_kda_staged
+from kda.chunk_bwd import PRECISION
 from kda.chunk_index import ChunkIndex
 from kda.chunk_stages import chunk_stages
 from kda.chunk_tiles import operand
@@ -40,14 +40,14 @@ PLAIN = Problem(
 PACKED = replace(PLAIN, lengths=(5, 0, 40), packed=True, tail=3, group=2, heads=1, K=8, V=8, chunk_size=32)
 
 
-def outputs(route: str, case: Case, inputs=None, precision: str = "ieee", **words) -> dict[str, torch.Tensor]:
+def outputs(route: str, case: Case, inputs=None, **words) -> dict[str, torch.Tensor]:
     """o, ht and every gradient of chunk_kda on one staged path, by quantity; `inputs` replace the case's."""
     inputs = {**case.inputs, **(inputs or {})}
     leaves = {n: inputs[n].detach().requires_grad_() for n in DIFFERENTIABLE if inputs.get(n) is not None}
     words = keywords(case, "chunk") | {"cu_seqlens": inputs.get("cu_seqlens")} | words
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "dispatch", lambda call: chunk_kda_staged(call, route, precision))
-        o, ht = chunk.chunk_kda(**leaves, **words)[:2]
+    words["safe_gate"] = route == "chunk-safe_gate"
+    with kda.force_route(route):
+        o, ht = kda.chunk_kda(**leaves, **words)[:2]
     roots = [(x, inputs[d]) for x, d in ((o, "do"), (ht, "dht")) if inputs.get(d) is not None and x is not None]
     found = torch.autograd.grad([x for x, _ in roots], list(leaves.values()), [d for _, d in roots])
     gradients = {DIFFERENTIABLE[name]: x for name, x in zip(leaves, found)}
@@ -59,11 +59,9 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[st
     return {name: n for name in a if (n := differing_bytes(a[name], b[name]))}
 
 
-def judged(route: str, case: Case, got: dict[str, torch.Tensor], operand: str | None = None) -> list[str]:
-    """What the oracle objects to; `operand` overrides the format of the route's products."""
-    spec = replace(PRECISION[route], chunk=case.problem.chunk_size)
-    if operand is not None:
-        spec = replace(spec, stages={**spec.stages, "operand": operand, "intra": operand})
+def judged(route: str, case: Case, got: dict[str, torch.Tensor]) -> list[str]:
+    """What the oracle objects to."""
+    spec = PRECISION[route].of_call(case.problem.chunk_size, case.problem.precision)
     verdicts = verdict.judge(
         case.inputs, case.options, got, entry="chunk", spec=spec, quantities=case.problem.quantities()
     )
@@ -88,7 +86,7 @@ def test_diagonal_gives_the_gate_no_gradient(route, dtype, device):
 def test_all_gates_at_the_bound(route, dtype, gates, device):
     """2^54 times a value still fits, and what must cancel in dg does."""
     case = materialise(replace(PLAIN, g=gates, dtype=dtype), device)
-    assert judged(route, case, outputs(route, case), "fp32" if dtype == "fp32" else None) == []
+    assert judged(route, case, outputs(route, case)) == []
 
 
 @BOTH
@@ -121,7 +119,7 @@ def test_repeated_keys_with_beta_2_lose_nothing_in_the_inverse(route, keys, devi
     """Without decay: fp32 to fp32's own tolerance, bf16 no further off than twice rounding the operands alone."""
     problem = replace(PLAIN, lengths=(96,), heads=1, k=keys, g="zeros", beta="twos", initial_state=False)
     case = materialise(problem, device)
-    assert judged(route, case, outputs(route, case), "fp32") == []
+    assert judged(route, case, outputs(route, case)) == []
     case = materialise(replace(problem, dtype="bf16"), device)
     exact = evaluate(case.inputs, case.options)
     formats = {"operand": "bf16", **dict.fromkeys(("intra", "merge", "stored_inverse", "state"), "fp64")}

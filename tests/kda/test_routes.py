@@ -28,7 +28,12 @@ def no_kernels(monkeypatch):
     monkeypatch.setattr(registry, "INTERPRETED", False)
 
 
-ENTRIES = {"chunk_kda": "recurrent", "fused_recurrent_kda": "recurrent", "fused_kda_gate": "gate"}
+ENTRIES = {
+    "chunk_kda": ("chunk-safe_gate", "chunk-unbounded", "recurrent"),
+    "fused_recurrent_kda": ("recurrent",),
+    "fused_kda_gate": ("gate",),
+}  # the kernels that are asked, in order
+UNKNOWN_BOUND = "needs gates known to be in [-5, 0]: safe_gate or such a lower_bound"
 
 
 def explained(entry: str, dtype: torch.dtype = torch.float32) -> kda.Explanation:
@@ -37,25 +42,49 @@ def explained(entry: str, dtype: torch.dtype = torch.float32) -> kda.Explanation
     return kda.explain(getattr(kda, entry), **arguments(dtype))
 
 
-@pytest.mark.parametrize("entry, route", ENTRIES.items(), ids=ENTRIES)
-def test_kernels_come_first(entry, route, kernels):
+EACH_ENTRY = pytest.mark.parametrize("entry, asked", ENTRIES.items(), ids=ENTRIES)
+
+
+@EACH_ENTRY
+def test_kernels_come_first(entry, asked, kernels):
     explanation = explained(entry)
-    assert (explanation.route, explanation.reasons) == (route, ())
+    refused = (("chunk-safe_gate", UNKNOWN_BOUND),) if entry == "chunk_kda" else ()
+    assert (explanation.route, explanation.reasons) == (asked[len(refused)], refused)
 
 
-@pytest.mark.parametrize("entry, route", ENTRIES.items(), ids=ENTRIES)
-def test_torch_serves_what_kernels_cannot_run(entry, route, no_kernels):
+RAW = {"use_gate_in_kernel": True, "A_log": torch.zeros(2)}
+
+
+@pytest.mark.parametrize(
+    "changes, route",
+    [
+        ({"safe_gate": True}, "chunk-safe_gate"),
+        ({**RAW, "lower_bound": -5.0}, "chunk-safe_gate"),
+        ({**RAW, "lower_bound": -0.1, "safe_gate": True}, "chunk-safe_gate"),
+        ({**RAW, "lower_bound": -5.000001}, "chunk-unbounded"),
+        (RAW, "chunk-unbounded"),
+        ({}, "chunk-unbounded"),
+    ],
+    ids=["promised", "lower_bound-5", "lower_bound-0.1", "lower_bound-below", "softplus", "pregated"],
+)
+def test_the_chunk_path_goes_by_what_is_known_of_the_gates(changes, route, kernels):
+    assert kda.explain("chunk_kda", **arguments(**changes)).route == route
+
+
+@EACH_ENTRY
+def test_torch_serves_what_kernels_cannot_run(entry, asked, no_kernels):
     explanation = explained(entry)
     assert explanation.route == "torch"
-    assert [(name, NO_KERNELS in reason) for name, reason in explanation.reasons] == [(route, True)]
-    assert f"{route}: refused, Triton kernels {NO_KERNELS}" in str(explanation)
+    assert tuple(name for name, _ in explanation.reasons) == asked
+    assert f"{asked[-1]}: refused, Triton kernels {NO_KERNELS}" in str(explanation)
 
 
-@pytest.mark.parametrize("entry, route", ENTRIES.items(), ids=ENTRIES)
-def test_torch_serves_float64(entry, route, kernels):
+@EACH_ENTRY
+def test_torch_serves_float64(entry, asked, kernels):
     explanation = explained(entry, torch.float64)
     assert explanation.route == "torch"
-    assert explanation.reasons == ((route, "computes in fp32, not float64"),)
+    assert tuple(name for name, _ in explanation.reasons) == asked
+    assert explanation.reasons[-1] == (asked[-1], "computes in fp32, not float64")
 
 
 @pytest.mark.parametrize("name", ["g", "beta", "A_log", "initial_state"])
@@ -90,11 +119,12 @@ def test_torch_serves_other_devices_only_when_forced(kernels):
 def test_force_route(kernels):
     with kda.force_route("torch"):
         explanation = explained("chunk_kda")
-        assert explanation.route == "torch" and explanation.reasons == (("recurrent", "torch is forced"),)
+        assert explanation.route == "torch"
+        assert explanation.reasons == tuple((name, "torch is forced") for name in ENTRIES["chunk_kda"])
         with kda.force_route("recurrent"):
             assert explained("chunk_kda").route == "recurrent"
             assert explained("fused_kda_gate").route == "gate", "a route is forced only where it has the entry"
-    assert explained("chunk_kda").route == "recurrent"
+    assert explained("chunk_kda").route == "chunk-unbounded"
 
 
 def test_a_forced_route_that_refuses_is_an_error(kernels):
@@ -106,12 +136,12 @@ def test_a_forced_route_that_refuses_is_an_error(kernels):
 
 def test_forbid_routes(kernels):
     with kda.forbid_routes("recurrent"):
-        assert explained("chunk_kda").reasons == (("recurrent", "forbidden"),)
+        assert explained("fused_recurrent_kda").reasons == (("recurrent", "forbidden"),)
         with kda.forbid_routes("torch", "gate"):
-            assert explained("chunk_kda").route is None
+            assert explained("fused_recurrent_kda").route is None
         assert explained("fused_kda_gate").route == "gate"
     with kda.forbid_routes():
-        assert explained("chunk_kda").route == "recurrent"
+        assert explained("fused_recurrent_kda").route == "recurrent"
 
 
 def test_environment_variables(kernels, monkeypatch):
@@ -128,7 +158,7 @@ def test_environment_variables(kernels, monkeypatch):
     "block", [lambda: kda.force_route("fused"), lambda: kda.forbid_routes("torch", "fused")], ids=["force", "forbid"]
 )
 def test_unknown_routes_are_named(block):
-    with pytest.raises(ValueError, match="is 'fused'; it must be one of gate, recurrent, torch"), block():
+    with pytest.raises(ValueError, match=f"is 'fused'; it must be one of {', '.join(registry.ORDER)}"), block():
         pass
     assert explained("fused_kda_gate").route is not None
 
@@ -151,7 +181,7 @@ def test_explain_launches_nothing_and_raises_as_the_call_would():
 
 
 def test_every_route_declares_itself():
-    assert [route.id for route in kda.routes()] == ["gate", "recurrent", "torch"]
+    assert [route.id for route in kda.routes()] == list(registry.ORDER)
     for route in kda.routes():
         assert route.entries and route.summary and route.precision.excuses == ()
     with pytest.raises(ValueError, match=r"route\.id is 'fused'"):
