@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from harness import results
+from harness.crew import Crew, Job, Settings, processes
 from harness.families import FAMILIES, Family
 from harness.isolate import StorageError
 from harness.options import Shape
@@ -32,6 +33,7 @@ class Task:
     family: str
     problem: Problem
     required: bool
+    alone: bool = False  # needs the memory of a whole GPU
 
 
 @dataclass
@@ -111,7 +113,7 @@ def _tasks(route: str, entry: str, family: Family, profile: Profile, seed: int, 
     for example in family.examples:
         problem = fitted(example, route, entry)
         if problem is not None:
-            yield Task(route, family.name, problem, True)
+            yield Task(route, family.name, problem, True, family.gpu_only)
     if not family.gpu_only:
         for drawn in draw(family, entry, profile.generated * family.weight, seed, 66 if device != "cpu" else 34):
             problem = fitted(drawn, route, entry)
@@ -168,27 +170,30 @@ def run(
     timeouts: tuple[float, float] | None = None,
     pin_autotune: bool = False,
     shape: Shape | None = None,
+    jobs: int | None = 1,
 ) -> Checks:
-    """Work through the tasks until the budget is spent; an interrupt keeps what was found."""
+    """Work through the tasks until the budget is spent, `jobs` at a time; an interrupt keeps what was found."""
     checks = Checks(planned=len(tasks))
     deadline = time.monotonic() + budget
     runner = Runner(subject, device, report.folder, timeouts=timeouts, pin_autotune=pin_autotune)
+    settings = Settings(subject.name, device, report.folder, seed, pin_autotune)
+    crew = Crew(settings, processes(jobs, len(tasks), device, subject.foreign), runner)
+    each = [Job(t.route, t.problem, index % REPEAT_EVERY == 0, t.alone) for index, t in enumerate(tasks)]
+    left = lambda: time.monotonic() <= deadline and not runner.poisoned  # noqa: E731
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task("checking", total=len(tasks))
-            for index, task in enumerate(tasks):
-                if time.monotonic() > deadline or runner.poisoned:
-                    checks.required_left = sum(later.required for later in tasks[index:])
-                    break
+            for task, checked in zip(tasks, crew.check(each, left)):
                 progress.update(bar, description=f"{task.route} {task.family}")
-                checked = runner.check(task.route, task.problem, repeat=index % REPEAT_EVERY == 0, seed=seed)
                 checks.record(task, checked)
                 for finding in _findings(task, checked):
                     key = (finding.route, finding.quantity, finding.klass, task.family)
                     if key not in checks.findings:
                         checks.findings[key] = report.save(finding)
                 progress.advance(bar)
+        checks.required_left = sum(task.required for task in tasks[checks.done :])
+        crew.close()
         if runner.poisoned:
             console.print("the GPU is lost to this process after an illegal access: stopping", style="red")
         else:
@@ -197,6 +202,7 @@ def run(
         checks.required_left = max(1, checks.required_left)
         console.print(str(reason) or "interrupted; what was found is kept", markup=False, soft_wrap=True)
     finally:
+        crew.close()
         runner.close()
     return checks
 

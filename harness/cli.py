@@ -85,6 +85,7 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
         console=console,
         pin_autotune=arguments.pin_autotune,
         shape=arguments.shape,
+        jobs=arguments.jobs,
     )
     _print_checks(checks, subject, console)
     status = checks.exit_status()

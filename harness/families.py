@@ -28,10 +28,12 @@ _LOGITS = {"beta_sigmoid": True, "beta": "gauss"}
 _SOFTPLUS = {"gate": "softplus", "A_log": "gauss", "dt_bias": "gauss", "g": "gauss"}
 _BOUND = {"gate": "lower_bound", "lower_bound": -5.0}
 _BOUNDED = {**_BOUND, "safe_gate": True, "A_log": "gauss", "dt_bias": "gauss", "g": "gauss"}
+_SLOW_BOUNDED = {"gate": "lower_bound", "lower_bound": -0.25, "A_log": "zeros", "dt_bias": "zeros", "g": "gauss"}
 _NORMALISED = {"l2norm": True, "q": "gauss", "k": "gauss"}
 _HALVING = {"q": "dyadic", "k": "onehot", "v": "dyadic", "g": "dyadic", "beta": "dyadic", "scale": 0.125}
 _EXACT = {"h0": "dyadic", "do": "dyadic", "dht": "dyadic"}
 _STARTS = {"entry": "chunk", "intermediates": True, "chunk_size": 32}
+_ERASED = {"dtype": "fp16", "K": 1, "V": 3, "q": "gauss", "beta_sigmoid": True, "beta": "gauss", **_SLOW_BOUNDED}
 _REPORTED = replace(_BASE, lengths=(70,), K=16, V=16, dtype="bf16", g="zeros", beta="ones", l2norm=True, q="gauss")
 _MODEL = {"K": 128, "V": 128, "dtype": "bf16", "gate_dtype": "bf16", **_NORMALISED, **_LOGITS}
 _GATE = Problem(entry="gate", lengths=(40,), heads=2, K=4, g="gauss", gate="softplus", A_log="zeros", do="gauss")
@@ -197,13 +199,18 @@ FAMILIES: tuple[Family, ...] = (
             _but(k="near_repeated", beta="near_one", g="slow", dtype="bf16", lengths=(40,), K=16),
             _but(k="repeated", l2norm=True, beta="twos", g="slow", dtype="bf16", lengths=(64,), K=16, V=16),
             _but(k="repeated", l2norm=True, beta="twos", g="zeros", dtype="bf16", lengths=(130,)),
+            _but(**_ERASED, lengths=(16, 15, 17), packed=True, loss="state", v_first=True),
         ),
         {**_FREE, "k": ("repeated", "near_repeated"), "beta": ("ones", "twos", "near_one"), "g": ("zeros", "slow")},
     ),
     Family(
         "slow_decay",
         "errors that grow over thousands of tokens, and the carried state",
-        (_but(g="slow", lengths=(1024,), K=4, V=4), _but(g="time_constants", lengths=(200,), K=8, V=4, dtype="bf16")),
+        (
+            _but(g="slow", lengths=(1024,), K=4, V=4),
+            _but(g="time_constants", lengths=(200,), K=8, V=4, dtype="bf16"),
+            _but(entry="chunk", chunk_size=32, g="slow", lengths=(64 * 32 + 5,), K=4, V=4),
+        ),
         {**_FREE, "k": ("unit",), "g": ("slow", "time_constants")},
     ),
     Family(

@@ -28,6 +28,13 @@ def seed(text: str) -> int:
     return int(text)
 
 
+def jobs(text: str) -> int:
+    """A number of processes from 1."""
+    if not re.fullmatch(r"[1-9]\d{0,2}", text):
+        raise argparse.ArgumentTypeError(f"jobs is {text!r}; it must be an integer in 1..999")
+    return int(text)
+
+
 def device(text: str) -> str:
     """cpu, cuda or cuda:i, if it is there."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
@@ -95,6 +102,14 @@ OPTIONS = (
         "hold every problem to HxGxKxV: one compile key, for subjects that tune for each",
         type=shape,
         metavar="SHAPE",
+        pytest=False,
+    ),
+    Option(
+        "jobs",
+        "processes that check at the same time (default: as many as the machine has cores, one for foreign subjects on "
+        "a GPU)",
+        type=jobs,
+        metavar="N",
         pytest=False,
     ),
     Option("json", "also write the results as JSON to this file", type=Path, metavar="FILE", pytest=False),

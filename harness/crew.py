@@ -1,0 +1,133 @@
+"""Authority on working through tasks in several processes, with results in the order of the tasks."""
+
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from harness import autotune, interpreter
+from harness.problem import Problem
+from harness.runner import Checked, Runner
+from harness.subject import load_subject
+
+TASKS_PER_PROCESS = 12  # a process costs a few seconds to start
+MOST_ON_A_GPU = 8  # contexts that share one device
+
+
+@dataclass(frozen=True)
+class Job:
+    """One check to be made. `alone`: it needs so much memory that no two of its kind may run at a time."""
+
+    route: str
+    problem: Problem
+    repeat: bool
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a process needs to make its own runner."""
+
+    subject: str
+    device: str
+    folder: Path
+    seed: int = 0
+    pin_autotune: bool = False
+
+
+def processes(jobs: int | None, tasks: int, device: str, foreign: bool) -> int:
+    """How many processes for so many tasks; None leaves it to the machine, and a foreign subject that tunes to one."""
+    if jobs is not None:
+        return jobs
+    if device != "cpu" and foreign:
+        return 1
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(there if device == "cpu" else min(there, MOST_ON_A_GPU), tasks // TASKS_PER_PROCESS))
+
+
+_runner: Runner | None = None
+_seed = 0
+
+
+def _start(settings: Settings, threads: int) -> None:
+    global _runner, _seed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that started this process decides
+    torch.set_num_threads(threads)
+    if settings.device == "cpu":
+        interpreter.install()
+    if settings.pin_autotune:
+        autotune.pin()
+    folder = settings.folder / f"process-{os.getpid()}"
+    _runner, _seed = Runner(load_subject(settings.subject), settings.device, folder), settings.seed
+
+
+def _work(job: Job) -> tuple[Checked, bool]:
+    checked = _runner.check(job.route, job.problem, repeat=job.repeat, seed=_seed)
+    return checked, _runner.poisoned
+
+
+class Crew:
+    """Processes with a runner each. What kills one costs nothing but time: its tasks are run again, isolated."""
+
+    def __init__(self, settings: Settings, count: int, here: Runner):
+        self.settings, self.count, self.here = settings, count, here
+        self._pool: ProcessPoolExecutor | None = None
+
+    def check(self, jobs: Iterable[Job], more: Callable[[], bool]) -> Iterator[Checked]:
+        """The result of every job, in order, as long as there are `more` to be had."""
+        if self.count == 1:
+            for job in jobs:
+                if not more():
+                    return
+                yield self.here.check(job.route, job.problem, repeat=job.repeat, seed=self.settings.seed)
+            return
+        yield from self._ordered(deque(jobs), more)
+
+    def _ordered(self, waiting: deque[Job], more: Callable[[], bool]) -> Iterator[Checked]:
+        running: deque[tuple[Job, Future | None]] = deque()
+        while (waiting or running) and more():
+            while waiting and len(running) < 4 * self.count:
+                job = waiting.popleft()
+                running.append((job, None if job.alone else self._submit(job)))
+            job, future = running.popleft()
+            if future is None:
+                yield self.here.check(job.route, job.problem, repeat=job.repeat, seed=self.settings.seed)
+                continue
+            try:
+                checked, poisoned = future.result()
+            except BrokenProcessPool:
+                checked, poisoned = self._isolated(job), True
+            if poisoned:  # no later result of that process means anything
+                self.close()
+                running = deque((job, None if job.alone else self._submit(job)) for job, _ in running)
+            yield checked
+
+    def _submit(self, job: Job) -> Future:
+        if self._pool is None:
+            threads = max(1, torch.get_num_threads() // self.count)
+            self._pool = ProcessPoolExecutor(
+                self.count, multiprocessing.get_context("spawn"), _start, (self.settings, threads)
+            )
+        return self._pool.submit(_work, job)
+
+    def _isolated(self, job: Job) -> Checked:
+        """A job that was under way when a process died, in a child whose death is a result."""
+        runner = Runner(self.here.subject, self.settings.device, self.settings.folder, isolated=True)
+        try:
+            return runner.check(job.route, job.problem, repeat=job.repeat, seed=self.settings.seed)
+        finally:
+            runner.close()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+            self._pool = None
