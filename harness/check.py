@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from harness import results
 from harness.crew import Crew, Job, Settings, processes
 from harness.families import FAMILIES, Family
+from harness.fitting import fit
 from harness.isolate import StorageError
 from harness.options import Shape
 from harness.problem import Problem
@@ -23,7 +24,6 @@ from harness.strategies import problems
 from harness.subject import Subject
 
 REPEAT_EVERY = 4  # of the problems on a route, this share is run twice and compared bit by bit
-SAFE_ROUTE, FREE_ROUTE = "chunk-safe_gate", "chunk-unbounded"  # the paths that safe_gate chooses between
 FINDINGS_SHRUNK = 12  # distinct failures of a run that are worth shrinking
 
 
@@ -103,6 +103,9 @@ def plan(
             if family.gpu_only and (device == "cpu" or slow_route):
                 continue
             tasks = _tasks(route.id, route.entry, family, profile, seed, device)
+            if device == "cpu" and route.spec.gradients is not None:
+                # They are slow in the interpreter, and checked on the route whose kernels compute them.
+                tasks = (replace(task, problem=replace(task.problem, loss="none")) for task in tasks)
             queues.append(list(dict.fromkeys(_held_to(shape, task) for task in tasks)))
     rounds = max(map(len, queues), default=0)
     ordered = [queue[i] for i in range(rounds) for queue in queues if i < len(queue)]
@@ -130,16 +133,12 @@ def _held_to(shape: Shape | None, task: Task) -> Task:
 
 
 def fitted(problem: Problem, route: str, entry: str) -> Problem | None:
-    """A problem for a route that can take it: one written for the recurrent entry goes to the chunk entry too, and of
-    the two chunk paths each gets what its gates allow, with the flag that asks for it.
-    """
+    """A problem for a route that can take it; one written for the recurrent entry goes to the chunk entry too."""
     if problem.entry != entry:
         if problem.entry != "recurrent" or entry != "chunk":
             return None
         problem = replace(problem, entry="chunk")
-    if route == SAFE_ROUTE:
-        return replace(problem, safe_gate=True) if problem.bounded else None
-    return replace(problem, safe_gate=False) if route == FREE_ROUTE else problem
+    return fit(route, problem)
 
 
 def draw(family: Family, entry: str, count: int, seed: int, longest: int) -> list[Problem]:

@@ -57,7 +57,7 @@ class Call:
             spec = self.spec
             formats = {stage: resolved(fmt, inputs, spec.precision) for stage, fmt in spec.stages.items()}
             if algorithm == "chunk":
-                form = {"chunk": spec.chunk, "diagonal": spec.diagonal, "inverse": spec.inverse}
+                form = {name: getattr(spec, name) for name in ("chunk", "diagonal", "inverse", "form")}
                 return evaluate_chunk(inputs, self.options, **given, formats=formats, **form)
             if algorithm == "plain":
                 formats["update"] = formats.get("operand", "fp32")

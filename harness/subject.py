@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib import metadata
 
+from harness import fitting
 from harness.call import DIFFERENTIABLE, Route, keywords
 from harness.problem import Problem
 from kda.precision import PrecisionSpec
@@ -55,7 +56,8 @@ def own_subject() -> Subject:
     for route in kda.routes():
         for entry in sorted(route.entries):
             spec = GATE_PRECISION if entry == "gate" else route.precision
-            lacks = _wants_bounded if route.id == "chunk-safe_gate" else _takes_all
+            bounded = _wants_bounded if route.id.endswith("safe_gate") else _takes_all
+            lacks = _and(fitting.lacks_fused, bounded) if route.id.startswith("fused") else bounded
             routes.append(Route(route.id, entry, functions[entry], spec, lacks, context=proving(route.id)))
     return Subject("kda", _version("kda-harness"), tuple(routes), foreign=False)
 

@@ -38,20 +38,28 @@ def judge(
     """One verdict for every one of `quantities`, or for all that the oracle knows for this call.
 
     `inputs` are the tensors as the kernel got them, with `do` and `dht`; `outputs` what it returned, by quantity name.
-    `entry` is 'gate' for the gate alone, anything else for the whole operator.
+    `entry` is 'gate' for the gate alone, anything else for the whole operator. Gradients go by `spec.gradients` if the
+    route has one.
     """
     device = torch.device(device) if device is not None else inputs["g"].device
     inputs = {name: None if x is None else x.detach().to(device) for name, x in inputs.items()}
-    gradients = quantities is None or any(name.startswith("d") for name in quantities)
     layout = Layout.of(*inputs["g"].shape[:2], inputs.get("cu_seqlens"))
-    call = Call(options, entry, spec, gradients, limits, layout, heads_of(inputs, entry))
-    exact = call.evaluator(inputs)(EXACT)
+    by_spec = lambda own, grads: Call(options, entry, own, grads, limits, layout, heads_of(inputs, entry))  # noqa: E731
+    exact = by_spec(spec, quantities is None or any(map(is_gradient, quantities))).evaluator(inputs)(EXACT)
     wanted = list(exact) if quantities is None else sorted(quantities)
     found = {name: _form_problem(name, exact.get(name), outputs.get(name), inputs, spec) for name in wanted}
     names = [name for name in wanted if found[name] is None]
     got = {name: outputs[name].detach().to(device) for name in names}
-    found |= _Case(call, inputs, {name: exact[name] for name in names}, got, seed).judged()
+    backward = [name for name in names if is_gradient(name) and spec.gradients is not None]
+    for own, mine in ((spec, [name for name in names if name not in backward]), (spec.gradients, backward)):
+        if mine:
+            call = by_spec(own, any(map(is_gradient, mine)))
+            found |= _Case(call, inputs, {n: exact[n] for n in mine}, {n: got[n] for n in mine}, seed).judged()
     return list(found.values())
+
+
+def is_gradient(name: str) -> bool:
+    return name.startswith("d")
 
 
 def declared_format(name: str, inputs: Mapping[str, Tensor | None], spec: PrecisionSpec) -> str | None:

@@ -1,6 +1,7 @@
 """KDA (Kimi Delta Attention) for PyTorch: Triton kernels, every gradient, and the registry that chooses among them."""
 
 from kda import chunk_bwd as _chunk_bwd
+from kda import fused as _fused
 from kda.backends import torch_backend as _torch_backend
 from kda.chunk import chunk_kda
 from kda.explain import explain
@@ -25,4 +26,4 @@ __all__ = [
     "routes",
 ]
 
-del _chunk_bwd, _torch_backend
+del _chunk_bwd, _fused, _torch_backend

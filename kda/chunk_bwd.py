@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from kda import registry
 from kda.adjoints import DIFFERENTIABLE, allocate_tokens, beta_gradient, query_gradient
-from kda.chunk_fwd import SAFE_GATE, UNBOUNDED, Plan, Stages, forward, launch
+from kda.chunk_fwd import SAFE_GATE, UNBOUNDED, Plan, Stages, anchored, forward, launch
 from kda.chunk_index import ChunkIndex
 from kda.chunk_intra_bwd import kda_chunk_intra_bwd_kernel
 from kda.chunk_output import kda_chunk_inter_bwd_kernel, kda_chunk_output_bwd_kernel
@@ -89,18 +90,44 @@ def backward(
     }
 
 
+def detached(call: Call) -> tuple[Call, list[Tensor | None], bool]:
+    """(the call on dense tensors without gradients, those tensors with theirs, whether any gradient is wanted)."""
+    given = [getattr(call, name) for name in DIFFERENTIABLE]
+    tensors = [dense(x) for x in given]
+    differentiable = any(x is not None and x.requires_grad for x in tensors)
+    if differentiable or any(x is not y for x, y in zip(given, tensors)):  # spared where it would change nothing
+        call = replace(call, **dict(zip(DIFFERENTIABLE, (None if x is None else x.detach() for x in tensors))))
+    return call, tensors, differentiable and torch.is_grad_enabled()
+
+
+def keep(ctx, call: Call, plan: Plan, tensors: Sequence[Tensor | None], stages: Sequence[Tensor | None] = ()) -> None:
+    """Save what `kept_gradients` needs: the inputs, and the stages of the forward pass if it shall not run again."""
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, call.cu_seqlens, *stages)
+    ctx.call, ctx.plan = replace(call, **dict.fromkeys((*DIFFERENTIABLE, "cu_seqlens"))), plan
+
+
+def kept_gradients(ctx, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of the inputs that were kept, which are the last arguments of the autograd function."""
+    count = len(DIFFERENTIABLE)
+    tensors, (cu_seqlens, *kept) = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+    call, plan = replace(ctx.call, **dict(zip(DIFFERENTIABLE, tensors)), cu_seqlens=cu_seqlens), ctx.plan
+    index = ChunkIndex.of(call)
+    made = Stages(*kept) if kept else forward(replace(call, output_final_state=False), plan, index)[2]
+    do = torch.zeros_like(call.v) if do is None else do
+    gradients = backward(call, plan, index, made, dense(do), dense(dht))
+    wanted = zip(DIFFERENTIABLE, ctx.needs_input_grad[-count:])
+    return tuple(gradients[name] if needed else None for name, needed in wanted)
+
+
 class _ChunkFunction(torch.autograd.Function):
     """Keeps the inputs; with `disable_recompute` the stages of the forward pass too, which otherwise runs again."""
 
     @staticmethod
     def forward(ctx, call: Call, plan: Plan, training: bool, *tensors: Tensor | None):
-        index = ChunkIndex.of(call)
-        o, ht, made = forward(call, plan, index)
-        ctx.set_materialize_grads(False)
+        o, ht, made = forward(call, plan, ChunkIndex.of(call))
         if training:
-            kept = replace(made, u=None).tensors() if call.disable_recompute else ()
-            ctx.save_for_backward(*tensors, call.cu_seqlens, *kept)
-            ctx.call, ctx.plan = replace(call, **dict.fromkeys((*DIFFERENTIABLE, "cu_seqlens"))), plan
+            keep(ctx, call, plan, tensors, replace(made, u=None).tensors() if call.disable_recompute else ())
         h = None
         if call.return_intermediate_states:
             batch, chunks = call.q.shape[0], call.chunks_per_row()
@@ -111,15 +138,7 @@ class _ChunkFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dht, _):
-        count = len(DIFFERENTIABLE)
-        tensors, (cu_seqlens, *kept) = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        call, plan = replace(ctx.call, **dict(zip(DIFFERENTIABLE, tensors)), cu_seqlens=cu_seqlens), ctx.plan
-        index = ChunkIndex.of(call)
-        made = Stages(*kept) if kept else forward(replace(call, output_final_state=False), plan, index)[2]
-        do = torch.zeros_like(call.v) if do is None else do
-        gradients = backward(call, plan, index, made, dense(do), dense(dht))
-        wanted = zip(DIFFERENTIABLE, ctx.needs_input_grad[3:])
-        return None, None, None, *(gradients[name] if needed else None for name, needed in wanted)
+        return None, None, None, *kept_gradients(ctx, do, dht)
 
 
 def chunk_kda_staged(call: Call, route: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -127,17 +146,14 @@ def chunk_kda_staged(call: Call, route: str) -> tuple[Tensor, Tensor | None, Ten
 
     `route` is 'chunk-safe_gate' (gates in [-5, 0], or in [lower_bound, 0]) or 'chunk-unbounded' (any gate <= 0).
     """
-    tensors = [dense(getattr(call, name)) for name in DIFFERENTIABLE]
-    call = replace(call, **dict(zip(DIFFERENTIABLE, (None if x is None else x.detach() for x in tensors))))
-    plan = Plan.of(call, route)
-    training = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    return _ChunkFunction.apply(call, plan, training, *tensors)
+    call, tensors, training = detached(call)
+    return _ChunkFunction.apply(call, Plan.of(call, route), training, *tensors)
 
 
 def refusal(call: Call, route: str) -> str | None:
     """Why a route cannot take a validated call, or None."""
     bounded = call.safe_gate or (call.use_gate_in_kernel and (call.lower_bound or -math.inf) >= SAFE_BOUND)
-    if route == SAFE_GATE and not bounded:
+    if anchored(route) and not bounded:
         return f"needs gates known to be in [{SAFE_BOUND:g}, 0]: safe_gate or such a lower_bound"
     return registry.needs_kernels(*(getattr(call, name) for name in DIFFERENTIABLE))
 

@@ -36,6 +36,11 @@ def kda_row_rstd_kernel(x, rstd, num_rows, K, BT: tl.constexpr, BK: tl.constexpr
     tl.store(rstd + o_t, 1.0 / tl.sqrt(tl.sum(b_x * b_x, axis=1) + L2NORM_EPS), mask=o_t < num_rows)
 
 
+def anchored(route: str) -> bool:
+    """Whether a route counts on bounded gates, as its name says; a fused route's gradients are computed here too."""
+    return route.endswith("safe_gate")
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a call is computed: operands of products with values and states are `DOT`, those of q k and k k `INTRA`."""
@@ -66,7 +71,7 @@ class Plan:
     @property
     def lowest(self) -> int:
         """The first halving level, as a logarithm: blocks below it are anchored."""
-        return int(math.log2(BLOCK)) if self.route == SAFE_GATE else 0
+        return int(math.log2(BLOCK)) if anchored(self.route) else 0
 
     @property
     def stored(self) -> torch.dtype:
@@ -75,7 +80,7 @@ class Plan:
 
     def pairs(self, chunk: int) -> dict[str, object]:
         """Constants of the kernels that go through pairs of tokens."""
-        formats = {"ANCHORED": int(self.route == SAFE_GATE), "INTRA": self.INTRA}
+        formats = {"ANCHORED": int(anchored(self.route)), "INTRA": self.INTRA}
         tile = {"C": chunk, "BK": self.BP, "LEVELS": int(math.log2(chunk))}
         return {**tile, **formats, "num_warps": chunk // 16, "num_stages": 1}
 

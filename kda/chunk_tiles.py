@@ -24,9 +24,11 @@ GATE_FLOOR = tl.constexpr(-1e4)  # log2 units; 2^x is 0 long before, and finite 
 
 @triton.jit
 def operand(b_x, DOT: tl.constexpr):
-    """x as an operand of a product: the nearest bf16, the nearest tf32 (hardware would truncate), or fp32 as it is."""
+    """x as an operand of a product: the nearest bf16, fp16 or tf32 (hardware would truncate), or fp32 as it is."""
     if DOT == "bf16":
         b_y = b_x.to(tl.bfloat16)
+    elif DOT == "fp16":
+        b_y = b_x.to(tl.float16)
     elif DOT == "tf32":
         b_bits = b_x.to(tl.float32).to(tl.int32, bitcast=True)
         m_finite = (b_bits & 0x7F800000) != 0x7F800000
@@ -40,7 +42,7 @@ def operand(b_x, DOT: tl.constexpr):
 @triton.jit
 def product(b_a, b_b, DOT: tl.constexpr):
     """a b of two operands, accumulated in fp32; fp32 ones go through tensor cores in three bf16 parts each."""
-    if DOT == "bf16":
+    if DOT == "bf16" or DOT == "fp16":
         b_c = tl.dot(b_a, b_b)
     else:
         b_c = tl.dot(b_a, b_b, input_precision="bf16x6" if DOT == "fp32" else DOT)

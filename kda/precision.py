@@ -37,10 +37,14 @@ class PrecisionSpec:
     chunk: int | None = None  # tokens of the algorithm's own chunk; None: the call's chunk_size
     diagonal: str | None = None  # pair | halving | anchor | anchor_apart
     inverse: str | None = None  # substitution | neumann
+    form: str | None = None  # wy | residual
     excuses: tuple[str, ...] = ()
     precision: str = "ieee"  # of the products of fp32 tensors: ieee | tf32
+    gradients: "PrecisionSpec | None" = None  # that of the backward pass, where another route's kernels do it
 
     def of_call(self, chunk_size: int, precision: str) -> "PrecisionSpec":
         """What is declared for a call with these arguments."""
         own_chunk = self.algorithm != "chunk" or self.chunk is not None
-        return replace(self, chunk=self.chunk if own_chunk else chunk_size, precision=precision)
+        gradients = None if self.gradients is None else self.gradients.of_call(chunk_size, precision)
+        chunk = self.chunk if own_chunk else chunk_size
+        return replace(self, chunk=chunk, precision=precision, gradients=gradients)

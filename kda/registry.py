@@ -15,7 +15,7 @@ from kda.precision import PrecisionSpec
 AnyCall = Call | GateCall
 
 # The order in which routes are asked; the first that does not refuse serves the call.
-ORDER = ("gate", "chunk-safe_gate", "chunk-unbounded", "recurrent", "torch")
+ORDER = ("gate", "fused-safe_gate", "fused-unbounded", "chunk-safe_gate", "chunk-unbounded", "recurrent", "torch")
 INTERPRETED = triton.knobs.runtime.interpret  # fixed at import, as it is for every kernel
 
 

@@ -6,6 +6,7 @@ import torch
 import kda
 from kda import registry
 from kda.contract import GateCall
+from kda.fused import PRECISION
 from kda.registry import needs_kernels
 
 NO_KERNELS = "need GPU tensors"
@@ -29,7 +30,7 @@ def no_kernels(monkeypatch):
 
 
 ENTRIES = {
-    "chunk_kda": ("chunk-safe_gate", "chunk-unbounded", "recurrent"),
+    "chunk_kda": (*PRECISION, "chunk-safe_gate", "chunk-unbounded", "recurrent"),
     "fused_recurrent_kda": ("recurrent",),
     "fused_kda_gate": ("gate",),
 }  # the kernels that are asked, in order
@@ -48,7 +49,9 @@ EACH_ENTRY = pytest.mark.parametrize("entry, asked", ENTRIES.items(), ids=ENTRIE
 @EACH_ENTRY
 def test_kernels_come_first(entry, asked, kernels):
     explanation = explained(entry)
-    refused = (("chunk-safe_gate", UNKNOWN_BOUND),) if entry == "chunk_kda" else ()
+    needs_bf16 = "its operands are bf16, and q, k, v are float32"
+    refused = (*((route, needs_bf16) for route in PRECISION), ("chunk-safe_gate", UNKNOWN_BOUND))
+    refused = refused if entry == "chunk_kda" else ()
     assert (explanation.route, explanation.reasons) == (asked[len(refused)], refused)
 
 

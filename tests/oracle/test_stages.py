@@ -47,6 +47,13 @@ def test_exact_chunks_are_the_recurrence(T, chunk, diagonal):
     assert_same(evaluate_chunk(x, options, chunk=chunk, diagonal=diagonal), evaluate(x, options))
 
 
+@pytest.mark.parametrize("T", [1, 16, 65])
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_exact_residual_form_is_the_recurrence(T, chunk):
+    x, options = problem(T), Options(intermediates=True, chunk_size=chunk)
+    assert_same(evaluate_chunk(x, options, chunk=chunk, form="residual"), evaluate(x, options))
+
+
 def test_exact_neumann_is_the_inverse():
     x = problem(64)
     exact = ChunkModel.of({}, 64, None, "neumann")
@@ -159,8 +166,9 @@ def test_a_half_precision_series_is_worse_than_substitution():
         ({"chunk": 0}, "chunk"),
         ({"diagonal": "quartering"}, "diagonal"),
         ({"inverse": "newton"}, "inverse"),
+        ({"form": "uw"}, "form"),
     ],
-    ids=["no_multiple", "zero", "diagonal", "inverse"],
+    ids=["no_multiple", "zero", "diagonal", "inverse", "form"],
 )
 def test_an_algorithm_without_a_model_is_refused(given, named):
     with pytest.raises(ValueError, match=named):

@@ -1,0 +1,48 @@
+"""Authority on problems for routes that take a part of the operator: the nearest problem that such a route takes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from harness.problem import Problem
+
+FUSED_WIDTHS = (64, 128, 256)
+
+
+def for_bounded_gates(problem: Problem) -> Problem | None:
+    """With the promise that the gates are bounded; None where they are not."""
+    return replace(problem, safe_gate=True) if problem.bounded else None
+
+
+def for_any_gates(problem: Problem) -> Problem:
+    return replace(problem, safe_gate=False)
+
+
+def for_fused(problem: Problem) -> Problem | None:
+    """In bf16, K and V raised to a size that has tiles; None for what cannot be had at all."""
+    if problem.intermediates:
+        return None
+    wider = {name: min(n for n in FUSED_WIDTHS if n >= getattr(problem, name)) for name in ("K", "V")}
+    return replace(problem, dtype="bf16", **wider)
+
+
+# One after the other; the two paths of a chunk route each get what its gates allow, with the flag that asks for it.
+FITS: dict[str, tuple[Callable[[Problem], Problem | None], ...]] = {
+    "chunk-safe_gate": (for_bounded_gates,),
+    "chunk-unbounded": (for_any_gates,),
+    "fused-safe_gate": (for_fused, for_bounded_gates),
+    "fused-unbounded": (for_fused, for_any_gates),
+}
+
+
+def fit(route_id: str, problem: Problem) -> Problem | None:
+    """The nearest problem that a route takes, or None; the problem itself for one that takes everything."""
+    nearest: Problem | None = problem
+    for step in FITS.get(route_id, ()):
+        nearest = None if nearest is None else step(nearest)
+    return nearest
+
+
+def lacks_fused(problem: Problem) -> str | None:
+    """Why the fused routes cannot take a problem as it is, or None; its gates apart."""
+    nearest = for_fused(problem)
+    return None if nearest == problem else f"takes {nearest or 'nothing like it'} instead"
