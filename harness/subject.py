@@ -56,7 +56,8 @@ def own_subject() -> Subject:
         for entry in sorted(route.entries):
             spec = GATE_PRECISION if entry == "gate" else route.precision
             lacks = _wants_bounded if route.id == "chunk-safe_gate" else _takes_all
-            routes.append(Route(route.id, entry, functions[entry], spec, lacks, context=proving(route.id)))
+            proof, invariant = proving(route.id), route.id != "torch"
+            routes.append(Route(route.id, entry, functions[entry], spec, lacks, context=proof, invariant=invariant))
     return Subject("kda", _version("kda-harness"), tuple(routes), foreign=False)
 
 

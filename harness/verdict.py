@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from harness.census import SEVERITY, Census, Verdict, Wrong, worst
+from harness.exactness import nearly_exact
 from harness.part import Call, Part, resolved
 from harness.rows import PER_QUERY_HEAD, blocks_of, heads_of, slice_heads, slice_output, tail_of
 from kda.precision import PrecisionSpec
@@ -34,11 +35,13 @@ def judge(
     seed: int = 0,
     device: torch.device | str | None = None,
     limits: Limits = LIMITS,
+    near_exact: bool = False,
 ) -> list[Verdict]:
     """One verdict for every one of `quantities`, or for all that the oracle knows for this call.
 
     `inputs` are the tensors as the kernel got them, with `do` and `dht`; `outputs` what it returned, by quantity name.
-    `entry` is 'gate' for the gate alone, anything else for the whole operator.
+    `entry` is 'gate' for the gate alone, anything else for the whole operator. `near_exact`: the declared rounding may
+    turn out to move nothing on these inputs; then nearly nothing is allowed.
     """
     device = torch.device(device) if device is not None else inputs["g"].device
     inputs = {name: None if x is None else x.detach().to(device) for name, x in inputs.items()}
@@ -51,6 +54,8 @@ def judge(
     names = [name for name in wanted if found[name] is None]
     got = {name: outputs[name].detach().to(device) for name in names}
     found |= _Case(call, inputs, {name: exact[name] for name in names}, got, seed).judged()
+    if near_exact:
+        found |= {name: worst((found[name], far)) for name, far in nearly_exact(call, inputs, exact, got).items()}
     return list(found.values())
 
 
