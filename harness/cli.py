@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     options.add_to_parser(replay, "subject", "routes", "device", "seed", "report")
     mutants = command("mutants", mutants_command.run, "hold copies of our own sources with faults in them")
     mutants.add_argument("--mutants", default="*", metavar="GLOB", help="only mutants whose id or kind matches")
-    mutants.add_argument("--jobs", type=options.count, default=os.cpu_count() or 1, metavar="N", help="at a time")
+    mutants.add_argument("--jobs", type=options.jobs, default=os.cpu_count() or 1, metavar="N", help="at a time")
     mutants.add_argument("--problems", type=options.count, default=200, metavar="N", help="at most, to a mutant")
     options.add_to_parser(mutants, "device", "seed", "json")
     options.add_to_parser(command("routes", _routes, "list the routes of a subject"), "subject")

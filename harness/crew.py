@@ -87,7 +87,9 @@ class Crew:
             for job in jobs:
                 if not more():
                     return
-                yield self.here.check(job.route, job.problem, repeat=job.repeat, seed=self.settings.seed, forms=job.forms)
+                yield self.here.check(
+                    job.route, job.problem, repeat=job.repeat, seed=self.settings.seed, forms=job.forms
+                )
             return
         yield from self._ordered(deque(jobs), more)
 
@@ -99,7 +101,9 @@ class Crew:
                 running.append((job, None if job.alone else self._submit(job)))
             job, future = running.popleft()
             if future is None:
-                yield self.here.check(job.route, job.problem, repeat=job.repeat, seed=self.settings.seed, forms=job.forms)
+                yield self.here.check(
+                    job.route, job.problem, repeat=job.repeat, seed=self.settings.seed, forms=job.forms
+                )
                 continue
             try:
                 checked, poisoned = future.result()
