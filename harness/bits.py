@@ -6,7 +6,8 @@ from torch import Tensor
 
 def as_bytes(x: Tensor) -> Tensor:
     """The bytes of a tensor in its logical order."""
-    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+    # A single element counts as contiguous whatever its stride, and then has no bytes to view.
+    return x.detach().flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def differing_bytes(a: Tensor, b: Tensor) -> int:

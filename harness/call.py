@@ -30,7 +30,10 @@ class RouteDidNotRun(Exception):
 
 @dataclass(frozen=True)
 class Route:
-    """One implementation of an entry point by a subject. `lacks` says why it cannot take a problem, or None."""
+    """One implementation of an entry point by a subject. `lacks` says why it cannot take a problem, or None.
+
+    `invariant`: it is declared that no bit depends on batch, packing, other heads or later tokens.
+    """
 
     id: str
     entry: str
@@ -39,6 +42,7 @@ class Route:
     lacks: Callable[[Problem], str | None] = lambda problem: None
     differentiable: bool = True
     context: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    invariant: bool = False
 
     def quantities(self, problem: Problem) -> frozenset[str]:
         wanted = problem.quantities()

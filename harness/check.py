@@ -2,6 +2,7 @@
 
 import fnmatch
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -22,6 +23,7 @@ from harness.runner import Checked, Runner
 from harness.shrink import shrink
 from harness.strategies import problems
 from harness.subject import Subject
+from harness.variants import applicable
 
 REPEAT_EVERY = 4  # of the problems on a route, this share is run twice and compared bit by bit
 FINDINGS_SHRUNK = 12  # distinct failures of a run that are worth shrinking
@@ -102,7 +104,7 @@ def plan(
                 continue
             if family.gpu_only and (device == "cpu" or slow_route):
                 continue
-            tasks = _tasks(route.id, route.entry, family, profile, seed, device)
+            tasks = tasks_of(route.id, route.entry, family, profile, seed, device)
             if device == "cpu" and route.spec.gradients is not None:
                 # They are slow in the interpreter, and checked on the route whose kernels compute them.
                 tasks = (replace(task, problem=replace(task.problem, loss="none")) for task in tasks)
@@ -112,7 +114,8 @@ def plan(
     return sorted(ordered, key=lambda task: not task.required)
 
 
-def _tasks(route: str, entry: str, family: Family, profile: Profile, seed: int, device: str) -> Iterator[Task]:
+def tasks_of(route: str, entry: str, family: Family, profile: Profile, seed: int, device: str) -> Iterator[Task]:
+    """What a family asks of a route: its examples, then generated problems."""
     for example in family.examples:
         problem = fitted(example, route, entry)
         if problem is not None:
@@ -177,7 +180,7 @@ def run(
     runner = Runner(subject, device, report.folder, timeouts=timeouts, pin_autotune=pin_autotune)
     settings = Settings(subject.name, device, report.folder, seed, pin_autotune)
     crew = Crew(settings, processes(jobs, len(tasks), device, subject.foreign), runner)
-    each = [Job(t.route, t.problem, index % REPEAT_EVERY == 0, t.alone) for index, t in enumerate(tasks)]
+    each = _jobs(subject, tasks)
     left = lambda: time.monotonic() <= deadline and not runner.poisoned  # noqa: E731
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
@@ -206,6 +209,18 @@ def run(
     return checks
 
 
+def _jobs(subject: Subject, tasks: list[Task]) -> list[Job]:
+    """Each problem is run in one other form too: of the variants that apply, on each route the next in turn."""
+    turns: Counter[str] = Counter()
+    jobs = []
+    for index, task in enumerate(tasks):
+        promised = applicable(subject.route(task.route, task.problem.entry), task.problem)
+        forms = (promised[turns[task.route] % len(promised)].name,) if promised else ()
+        turns[task.route] += 1
+        jobs.append(Job(task.route, task.problem, index % REPEAT_EVERY == 0, task.alone, forms))
+    return jobs
+
+
 def _findings(task: Task, checked: Checked) -> Iterator[Finding]:
     for verdict in checked.verdicts:
         if verdict.klass in FAILURES:
@@ -222,7 +237,8 @@ def _shrink_all(
 
         def still_fails(candidate: Problem, finding: Finding = finding) -> bool:
             twice = finding.klass == "NONDETERMINISTIC"
-            verdicts = runner.check(finding.route, candidate, repeat=twice, seed=seed).verdicts
+            forms = (finding.variant,)
+            verdicts = runner.check(finding.route, candidate, repeat=twice, seed=seed, forms=forms).verdicts
             same = any((v.quantity, v.klass) == (finding.quantity, finding.klass) for v in verdicts)
             return same and not runner.poisoned
 

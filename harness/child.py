@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from harness import autotune, interpreter
-from harness.call import NotCovered, RouteDidNotRun, call
+from harness.call import NotCovered, RouteDidNotRun
 from harness.isolate import context_is_lost
 from harness.problem import Problem, materialise
 from harness.subject import load_subject
+from harness.variants import VARIANTS, run
 
 # How Python code says that it does not take an input.
 REFUSALS = (TypeError, ValueError, NotImplementedError, AssertionError)
@@ -22,8 +23,9 @@ REFUSALS = (TypeError, ValueError, NotImplementedError, AssertionError)
 def answer(request: dict, device: str, subject) -> dict:
     """Run one request; outputs go to a file, everything else into the answer."""
     problem = Problem.from_json(request["problem"])
+    route = subject.route(request["route"], problem.entry)
     try:
-        run = call(subject.route(request["route"], problem.entry), materialise(problem, device))
+        done = run(route, materialise(problem, device), VARIANTS.get(request["variant"]))
     except NotCovered as reason:
         return {"status": "not_covered", "message": str(reason)}
     except RouteDidNotRun as reason:
@@ -31,14 +33,14 @@ def answer(request: dict, device: str, subject) -> dict:
     except REFUSALS as refusal:
         return {"status": "not_covered", "message": f"refused: {type(refusal).__name__}: {refusal}"}
     # Clones: outputs may share storage, or be expanded, and a file of tensors knows neither.
-    outputs = {name: x.cpu().clone(memory_format=torch.contiguous_format) for name, x in run.outputs.items()}
+    outputs = {name: x.cpu().clone(memory_format=torch.contiguous_format) for name, x in done.outputs.items()}
     save_file(outputs, request["outputs"])
     return {
         "status": "ran",
-        "seconds": run.seconds,
-        "compile_seconds": run.compile_seconds,
-        "modified": run.modified,
-        "peak_bytes": run.peak_bytes,
+        "seconds": done.seconds,
+        "compile_seconds": done.compile_seconds,
+        "modified": done.modified,
+        "peak_bytes": done.peak_bytes,
     }
 
 

@@ -5,6 +5,7 @@
 
 import argparse
 import fnmatch
+import os
 import sys
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import check, doctor, interpreter, options, profiles, results
+from harness.mutants import command as mutants_command
 from harness.problem import Problem
 from harness.results import FAILURES, Report, StorageError
 from harness.runner import Runner
 from harness.subject import Subject, load_subject
+from harness.variants import VARIANTS
 from harness.verdict import SEVERITY, worst
 
 OK, FINDING, USAGE, INCOMPLETE = 0, 1, 2, 3
@@ -48,6 +51,11 @@ def _parser() -> argparse.ArgumentParser:
     replay = command("replay", _replay, "run one counterexample again, on any subject")
     replay.add_argument("path", type=Path, help="a problem.json")
     options.add_to_parser(replay, "subject", "routes", "device", "seed", "report")
+    mutants = command("mutants", mutants_command.run, "hold copies of our own sources with faults in them")
+    mutants.add_argument("--mutants", default="*", metavar="GLOB", help="only mutants whose id or kind matches")
+    mutants.add_argument("--jobs", type=options.jobs, default=os.cpu_count() or 1, metavar="N", help="at a time")
+    mutants.add_argument("--problems", type=options.count, default=200, metavar="N", help="at most, to a mutant")
+    options.add_to_parser(mutants, "device", "seed", "json")
     options.add_to_parser(command("routes", _routes, "list the routes of a subject"), "subject")
     options.add_to_parser(command("doctor", _doctor, "say what this machine has, and what is missing"), "report")
     return parser
@@ -167,7 +175,7 @@ def _replay(arguments: argparse.Namespace, console: Console) -> int:
     status = INCOMPLETE
     try:
         for route in routes:
-            verdicts = runner.check(route.id, problem, repeat=True, seed=arguments.seed).verdicts
+            verdicts = runner.check(route.id, problem, repeat=True, seed=arguments.seed, forms=VARIANTS).verdicts
             failed = worst(verdicts).klass in FAILURES
             if failed or (status == INCOMPLETE and not all(v.klass == "NOT_COVERED" for v in verdicts)):
                 status = FINDING if failed or status == FINDING else OK

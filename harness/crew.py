@@ -29,6 +29,7 @@ class Job:
     problem: Problem
     repeat: bool
     alone: bool = False
+    forms: tuple[str, ...] = ()  # names of variants to run it in as well
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def _start(settings: Settings, threads: int) -> None:
 
 
 def _work(job: Job) -> tuple[Checked, bool]:
-    checked = _runner.check(job.route, job.problem, repeat=job.repeat, seed=_seed)
+    checked = _runner.check(job.route, job.problem, repeat=job.repeat, seed=_seed, forms=job.forms)
     return checked, _runner.poisoned
 
 
@@ -86,7 +87,9 @@ class Crew:
             for job in jobs:
                 if not more():
                     return
-                yield self.here.check(job.route, job.problem, repeat=job.repeat, seed=self.settings.seed)
+                yield self.here.check(
+                    job.route, job.problem, repeat=job.repeat, seed=self.settings.seed, forms=job.forms
+                )
             return
         yield from self._ordered(deque(jobs), more)
 
@@ -98,7 +101,9 @@ class Crew:
                 running.append((job, None if job.alone else self._submit(job)))
             job, future = running.popleft()
             if future is None:
-                yield self.here.check(job.route, job.problem, repeat=job.repeat, seed=self.settings.seed)
+                yield self.here.check(
+                    job.route, job.problem, repeat=job.repeat, seed=self.settings.seed, forms=job.forms
+                )
                 continue
             try:
                 checked, poisoned = future.result()
@@ -121,7 +126,7 @@ class Crew:
         """A job that was under way when a process died, in a child whose death is a result."""
         runner = Runner(self.here.subject, self.settings.device, self.settings.folder, isolated=True)
         try:
-            return runner.check(job.route, job.problem, repeat=job.repeat, seed=self.settings.seed)
+            return runner.check(job.route, job.problem, repeat=job.repeat, seed=self.settings.seed, forms=job.forms)
         finally:
             runner.close()
 

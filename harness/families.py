@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from harness.problem import Problem
+from harness.problem import Edit, Problem
 
 BOUNDARIES = (0, 1, 15, 16, 17, 63, 64, 65)
 
@@ -32,6 +32,11 @@ _SLOW_BOUNDED = {"gate": "lower_bound", "lower_bound": -0.25, "A_log": "zeros", 
 _NORMALISED = {"l2norm": True, "q": "gauss", "k": "gauss"}
 _HALVING = {"q": "dyadic", "k": "onehot", "v": "dyadic", "g": "dyadic", "beta": "dyadic", "scale": 0.125}
 _EXACT = {"h0": "dyadic", "do": "dyadic", "dht": "dyadic"}
+_CANCELLING = {
+    **{"lengths": (16, 15, 17), "packed": True, "tail": 18, "heads": 2, "group": 2, "K": 1, "V": 3, "dtype": "fp16"},
+    **{"gate": "lower_bound", "lower_bound": -0.25, "gate_dtype": "fp16", "dt_bias": "zeros", "beta_sigmoid": True},
+    **{"v_first": True, "seed": 2019},
+}
 _STARTS = {"entry": "chunk", "intermediates": True, "chunk_size": 32}
 _ERASED = {"dtype": "fp16", "K": 1, "V": 3, "q": "gauss", "beta_sigmoid": True, "beta": "gauss", **_SLOW_BOUNDED}
 _REPORTED = replace(_BASE, lengths=(70,), K=16, V=16, dtype="bf16", g="zeros", beta="ones", l2norm=True, q="gauss")
@@ -63,6 +68,7 @@ FAMILIES: tuple[Family, ...] = (
         (
             _but(**_HALVING, **_EXACT),
             _but(**_HALVING, **_EXACT, dtype="bf16", lengths=(18,), group=2),
+            _but(**{**_HALVING, "g": "zeros", "beta": "ones"}, **_EXACT, dtype="bf16", lengths=(35,), heads=2),
         ),
         {
             **_menu(q="dyadic", k="onehot", v="dyadic ramp", g="dyadic zeros", beta="dyadic ones"),
@@ -124,6 +130,8 @@ FAMILIES: tuple[Family, ...] = (
         "masks past K and V, sizes that are no power of two, 1 and 256",
         (
             _but(K=1, V=1),
+            # One channel: rows of dh0 that nearly cancel, by chance.
+            _but(**{**_HALVING, "g": "gauss", "beta": "gauss", "scale": None}, **_EXACT, **_CANCELLING),
             _but(K=100, V=60, lengths=(7,), **_NORMALISED, **_SOFTPLUS),
             _but(K=3, V=37, lengths=(16,), heads=2, **_BOUNDED),
             _but(K=256, V=5, lengths=(4,)),
@@ -223,6 +231,7 @@ FAMILIES: tuple[Family, ...] = (
             _but(k="some_zero", q="some_zero"),
             _but(q="tiny", k="tiny", l2norm=True),
             _but(k="zeros", q="ones", l2norm=True),
+            _but(q="huge"),
         ),
         {**_FREE, "k": ("unit", "some_zero", "zeros"), "v": ("huge", "tiny", "gauss_1e3")},
     ),
@@ -257,6 +266,10 @@ FAMILIES: tuple[Family, ...] = (
             _gate(g="raw_30", A_log="kimi", **_BOUND),
             _gate(g="raw_100", A_log="extreme_80", dt_bias="gauss", **_BOUND),
             _gate(g="raw_1e4", A_log="extreme_minus_80", **_BOUND),
+            # exp(A_log) times the gate is -102: the slope's factors are 1e-45 and 1e34.
+            _gate(
+                g="zeros", A_log="extreme_80", edits=tuple(Edit("g", (t, 0, 1), -1.85e-33) for t in range(9)), **_BOUND
+            ),
             _gate(lengths=(1024,), heads=1, K=16, A_log="kimi", dt_bias="kimi"),
         ),
         {

@@ -56,7 +56,10 @@ class Child:
         first_call: float = FIRST_CALL_SECONDS,
         later_calls: float = CALL_SECONDS,
         pin_autotune: bool = False,
+        overlay: Path | None = None,
     ):
+        """`overlay`: a folder whose packages the process imports instead of the installed ones."""
+        self.overlay = overlay
         self.subject, self.device, self.inflight = subject, device, inflight
         self.first_call, self.later_calls = first_call, later_calls
         self.pin_autotune = pin_autotune
@@ -65,10 +68,10 @@ class Child:
         self.scratch = tempfile.TemporaryDirectory(prefix="kda-", dir=_shared_memory())
         self.errors = Path(self.scratch.name, "stderr")
 
-    def run(self, route: str, problem: Problem) -> Outcome:
-        """One call; the problem stays in `inflight` if the child does not come back."""
+    def run(self, route: str, problem: Problem, variant: str = "") -> Outcome:
+        """One call, in the form of that variant; the problem stays in `inflight` if the child does not come back."""
         note = write_ahead(self.inflight, route, problem)
-        outcome = self._ask(route, problem)
+        outcome = self._ask(route, problem, variant)
         if outcome.status in ("ran", "not_covered"):
             note.unlink(missing_ok=True)
         return outcome
@@ -81,21 +84,26 @@ class Child:
     def _start(self) -> Outcome | None:
         arguments = [self.subject, self.device, json.dumps(sys.path), str(int(self.pin_autotune))]
         command = [sys.executable, "-m", "harness.child", *arguments]
-        pipe = subprocess.PIPE
+        pipe, environment = subprocess.PIPE, None
+        if self.overlay is not None:
+            command.insert(1, "-P")  # else the working directory comes first
+            environment = overlaid(self.overlay)
         with open(self.errors, "wb") as errors:
-            self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=errors, start_new_session=True, env=environment
+            )
         self.compiled.clear()
         ready = self._read(self.first_call)
         return ready if isinstance(ready, Outcome) else None
 
-    def _ask(self, route: str, problem: Problem) -> Outcome:
+    def _ask(self, route: str, problem: Problem, variant: str) -> Outcome:
         if self.process is None or self.process.poll() is not None:
             failed = self._start()
             if failed:
                 return failed
         outputs = Path(self.scratch.name, "outputs.safetensors")
         outputs.unlink(missing_ok=True)
-        request = {"route": route, "problem": problem.to_json(), "outputs": str(outputs)}
+        request = {"route": route, "problem": problem.to_json(), "outputs": str(outputs), "variant": variant}
         try:
             self.process.stdin.write((json.dumps(request) + "\n").encode())
             self.process.stdin.flush()
@@ -151,6 +159,11 @@ class Child:
             with contextlib.suppress(OSError):
                 pipe.close()
         self.process = None
+
+
+def overlaid(folder: Path) -> dict[str, str]:
+    """The environment of a Python that finds packages in `folder` first, then wherever this one does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
 
 
 def context_is_lost() -> bool:

@@ -21,6 +21,13 @@ def seconds(text: str) -> float:
     return float(match[1]) * _UNITS[match[2] or "s"]
 
 
+def count(text: str) -> int:
+    """An integer from 1."""
+    if not re.fullmatch(r"[1-9]\d{0,5}", text):
+        raise argparse.ArgumentTypeError(f"the number is {text!r}; it must be an integer in 1..999999")
+    return int(text)
+
+
 def seed(text: str) -> int:
     """An integer from 0."""
     if not re.fullmatch(r"\d{1,9}", text):

@@ -16,6 +16,7 @@ import triton
 
 from harness.isolate import StorageError
 from harness.problem import Problem
+from harness.variants import VARIANTS
 from harness.verdict import SEVERITY, Verdict
 
 FAILURES = frozenset({"BUG", "UNSTABLE", "NONDETERMINISTIC", "CRASH", "HANG", "SUSPECT"})
@@ -34,12 +35,16 @@ class Finding:
     problem: Problem
     original: Problem
     path: str = ""
+    variant: str = ""  # the form of the call that showed it
 
     @classmethod
     def of(cls, route: str, verdict: Verdict, problem: Problem) -> "Finding":
         digest = hashlib.sha256(f"{route} {verdict.quantity} {verdict.klass} {problem!r}".encode()).hexdigest()[:8]
+        variant = verdict.statistic if verdict.statistic in VARIANTS else ""
         name = f"{route}-{verdict.quantity}-{verdict.klass.lower()}-{digest}"
-        return cls(name, route, verdict.quantity, verdict.klass, verdict.ratio, str(verdict), problem, problem)
+        return cls(
+            name, route, verdict.quantity, verdict.klass, verdict.ratio, str(verdict), problem, problem, variant=variant
+        )
 
 
 @dataclass
@@ -120,7 +125,7 @@ class Report:
         }
         text = finding.problem.to_json(found)
         try:
-            _write_atomically(path, text)
+            write_atomically(path, text)
         except OSError as error:
             print(f"kda: {path} could not be written ({error}):\n{text}", file=sys.stderr, flush=True)
             return finding
@@ -135,13 +140,14 @@ class Report:
                 file.flush()
                 os.fsync(file.fileno())
             if extra:
-                _write_atomically(extra, json.dumps(document, indent=1, allow_nan=False))
+                write_atomically(extra, json.dumps(document, indent=1, allow_nan=False))
         except OSError as error:
             print(line, file=sys.stderr, flush=True)
             raise StorageError(f"the results could not be written ({error}); they are printed above") from None
 
 
-def _write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
+    """The whole text or, if anything fails, what was there before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     with open(part, "w") as file:

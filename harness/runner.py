@@ -2,14 +2,17 @@
 
 import math
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from harness import variants
 from harness.bits import differing_bytes
-from harness.call import NotCovered, Route, RouteDidNotRun, call
+from harness.call import NotCovered, Route, RouteDidNotRun
 from harness.isolate import Child, Outcome, context_is_lost
 from harness.problem import Problem, materialise
 from harness.subject import Subject
+from harness.variants import Variant
 from harness.verdict import Verdict, judge
 
 SMALL_STEPS = 2e7  # tokens x heads x K x V up to which the oracle is faster on the CPU than a launch per operation
@@ -41,20 +44,27 @@ class Runner:
         isolated: bool | None = None,
         timeouts: tuple[float, float] | None = None,
         pin_autotune: bool = False,
+        overlay: Path | None = None,
     ):
         self.subject, self.device = subject, device
         self.poisoned = False  # an illegal access in this process: no later result on the GPU means anything
         self.child = None
         if subject.foreign if isolated is None else isolated:
             limits = {} if timeouts is None else {"first_call": timeouts[0], "later_calls": timeouts[1]}
-            self.child = Child(subject.name, device, folder / "inflight", pin_autotune=pin_autotune, **limits)
+            self.child = Child(
+                subject.name, device, folder / "inflight", pin_autotune=pin_autotune, overlay=overlay, **limits
+            )
 
     def close(self) -> None:
         if self.child:
             self.child.close()
 
-    def check(self, route_id: str, problem: Problem, repeat: bool = False, seed: int = 0) -> Checked:
-        """Verdicts for every quantity of the problem; with `repeat` two calls must agree bit by bit."""
+    def check(
+        self, route_id: str, problem: Problem, repeat: bool = False, seed: int = 0, forms: Collection[str] = ()
+    ) -> Checked:
+        """Verdicts for every quantity of the problem; with `repeat` two calls must agree bit by bit, and so must those
+        of the variants named in `forms` that apply.
+        """
         route = self.subject.route(route_id, problem.entry)
         checked = Checked(problem, route_id, missing=problem.quantities() - route.quantities(problem))
         outcome = self._run(route, problem)
@@ -69,17 +79,30 @@ class Runner:
                 for name in outcome.modified
             ]
             checked.verdicts += _differences(outcome, again)
+            for variant in variants.applicable(route, problem):
+                if variant.name in forms:
+                    checked.verdicts += self._varied(route, problem, variant, outcome)
             started = time.perf_counter()
             checked.verdicts += self._judge(route, problem, outcome, seed)
             checked.oracle_seconds = time.perf_counter() - started
         checked.proven = outcome.status != "unproven"
         return checked
 
-    def _run(self, route: Route, problem: Problem) -> Outcome:
+    def _varied(self, route: Route, problem: Problem, variant: Variant, outcome: Outcome) -> list[Verdict]:
+        """What a variant of the call shows beside the call itself, which ran."""
+        varied = self._run(route, problem, variant)
+        if varied.status == "not_covered":
+            return []
+        if varied.status != "ran":
+            return [Verdict("call", "CRASH", math.inf, variant.name, f"{variant.promise}: {varied.message}")]
+        case = materialise(problem, "cpu" if self.child else self.device)
+        return list(variants.violations(variant, case, outcome.outputs, varied.outputs))
+
+    def _run(self, route: Route, problem: Problem, variant: Variant | None = None) -> Outcome:
         if self.child:
-            return self.child.run(route.id, problem)
+            return self.child.run(route.id, problem, variant.name if variant else "")
         try:
-            run = call(route, materialise(problem, self.device))
+            run = variants.run(route, materialise(problem, self.device), variant)
         except NotCovered as reason:
             return Outcome("not_covered", message=str(reason))
         except RouteDidNotRun as reason:
@@ -107,6 +130,7 @@ class Runner:
             spec=route.spec.of_call(problem.chunk_size, problem.precision),
             quantities=route.quantities(problem),
             seed=seed,
+            near_exact=problem.k == "onehot",
         )
 
 

@@ -58,7 +58,8 @@ def own_subject() -> Subject:
             spec = GATE_PRECISION if entry == "gate" else route.precision
             bounded = _wants_bounded if route.id.endswith("safe_gate") else _takes_all
             lacks = _and(fitting.lacks_fused, bounded) if route.id.startswith("fused") else bounded
-            routes.append(Route(route.id, entry, functions[entry], spec, lacks, context=proving(route.id)))
+            proof, invariant = proving(route.id), route.id != "torch"
+            routes.append(Route(route.id, entry, functions[entry], spec, lacks, context=proof, invariant=invariant))
     return Subject("kda", _version("kda-harness"), tuple(routes), foreign=False)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from harness.census import SEVERITY, Census, Verdict, Wrong, worst
+from harness.exactness import nearly_exact
 from harness.part import Call, Part, resolved
 from harness.rows import PER_QUERY_HEAD, blocks_of, heads_of, slice_heads, slice_output, tail_of
 from kda.precision import PrecisionSpec
@@ -34,12 +35,14 @@ def judge(
     seed: int = 0,
     device: torch.device | str | None = None,
     limits: Limits = LIMITS,
+    near_exact: bool = False,
 ) -> list[Verdict]:
     """One verdict for every one of `quantities`, or for all that the oracle knows for this call.
 
     `inputs` are the tensors as the kernel got them, with `do` and `dht`; `outputs` what it returned, by quantity name.
     `entry` is 'gate' for the gate alone, anything else for the whole operator. Gradients go by `spec.gradients` if the
-    route has one.
+    route has one. `near_exact`: the declared rounding may turn out to move nothing on these inputs; then nearly nothing
+    is allowed.
     """
     device = torch.device(device) if device is not None else inputs["g"].device
     inputs = {name: None if x is None else x.detach().to(device) for name, x in inputs.items()}
@@ -54,7 +57,10 @@ def judge(
     for own, mine in ((spec, [name for name in names if name not in backward]), (spec.gradients, backward)):
         if mine:
             call = by_spec(own, any(map(is_gradient, mine)))
-            found |= _Case(call, inputs, {n: exact[n] for n in mine}, {n: got[n] for n in mine}, seed).judged()
+            truths, returned = ({name: results[name] for name in mine} for results in (exact, got))
+            found |= _Case(call, inputs, truths, returned, seed).judged()
+            close = nearly_exact(call, inputs, truths, returned) if near_exact else {}
+            found |= {name: worst((found[name], far)) for name, far in close.items()}
     return list(found.values())
 
 

@@ -40,6 +40,10 @@ class Limits:
     uninformative_rows: float = 0.1
     relaxed: float = 4.0  # a route known to lose digits on an input may exceed limits by this, and be UNSTABLE
     cancelled: float = 8.0  # operand roundoffs of the terms that may be left where they cancel; at most 6.1 were seen
+    certified: float = (
+        2.0**-22
+    )  # where declared rounding moves nothing by more of its scale, a problem is nearly exact,
+    near_exact: float = 2.0**-20  # and a kernel may be off by this much, beyond its output's rounding
     small_row: float = 1 / 128  # rows are measured against at least this share of the block's rms
 
 

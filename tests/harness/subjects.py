@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import torch
 
 import kda
+from harness.subject import Route, Subject
+from kda.fused_recurrent import PRECISION
 
 
 def _right(**kwargs):
@@ -44,6 +46,14 @@ def _vandal(**kwargs):
     return out
 
 
+def _uses_the_future(**kwargs):
+    o, *rest = _right(**kwargs)
+    return (o + kwargs["v"].mean(1, keepdim=True), *rest)
+
+
+uses_the_future = Subject(
+    "uses_the_future", "", (Route("chunk-unbounded", "chunk", _uses_the_future, PRECISION, invariant=True),)
+)
 right, wrong, segfault, segfault_on_two_heads, hang, random, vandal = (
     SimpleNamespace(chunk_kda=function)
     for function in (_right, _wrong, _segfault, _segfault_on_two_heads, _hang, _random, _vandal)

@@ -1,0 +1,158 @@
+"""Every variant holds for a kernel that is right, and tells on one that is wrong in the way it is there for."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kda
+from harness import variants
+from harness.call import Route
+from harness.families import family
+from harness.problem import Problem, materialise
+from harness.runner import Runner
+from harness.subject import Subject, own_subject
+from harness.variants import VARIANTS, applicable, violations
+from harness.verdict import judge
+from kda.fused_recurrent import PRECISION
+
+PLAIN = {
+    "q": "unit",
+    "k": "unit",
+    "v": "gauss",
+    "g": "mild",
+    "beta": "uniform",
+    "h0": "gauss",
+    "do": "gauss",
+    "dht": "gauss",
+}
+PACKED = Problem(entry="chunk", lengths=(3, 0, 4), packed=True, tail=2, heads=2, K=3, V=3, initial_state=True, **PLAIN)
+DENSE = replace(
+    PACKED,
+    lengths=(4, 4),
+    packed=False,
+    tail=0,
+    **{"gate": "softplus", "g": "gauss", "A_log": "gauss", "dt_bias": "gauss"},
+)
+GATE = Problem(
+    entry="gate", lengths=(9,), heads=2, K=3, g="gauss", gate="softplus", A_log="gauss", dt_bias="gauss", do="gauss"
+)
+
+
+def right(**kwargs):
+    with kda.force_route("torch"):
+        return kda.chunk_kda(**kwargs)
+
+
+def off_by(fault):
+    """A kernel whose o has that much added, of its arguments."""
+
+    def wrong(**kwargs):
+        o, *rest = right(**kwargs)
+        return (o + fault(o, **kwargs), *rest)
+
+    return wrong
+
+
+def gradient_of_all(**kwargs):
+    """The same values, but the gradient of each token of v is shared by all."""
+    mean = kwargs["v"].mean(1, keepdim=True)
+    return right(**{**kwargs, "v": kwargs["v"] + (mean - mean.detach())})
+
+
+def gradient_plus(**kwargs):
+    kwargs["v"].register_hook(lambda grad: grad + 1)
+    return right(**kwargs)
+
+
+def as_if_dense(**kwargs):
+    q = kwargs["q"]
+    return right(**{**kwargs, "q": q.as_strided(q.shape, torch.empty(q.shape).stride())})
+
+
+WRONG = {
+    "scaled_values": off_by(lambda o, **_: 1e-6),
+    "scaled_loss": gradient_plus,
+    "negated_queries": off_by(lambda o, **_: 1e-6),
+    "negated_keys": off_by(lambda o, **_: 1e-6),
+    "strided": as_if_dense,
+    "nan_filled": off_by(lambda o, **_: 0 * torch.empty(1)),
+    "causal": off_by(lambda o, v, **_: v.mean(1, keepdim=True)),
+    "causal_gradients": gradient_of_all,
+    "alone": off_by(lambda o, v, **_: v.sum((0, 1), keepdim=True)),
+    "packed": off_by(lambda o, cu_seqlens, **_: 0.0 if cu_seqlens is None else 1e-6),
+    "nan_tail": off_by(lambda o, v, **_: 0 * v.sum()),
+    "nan_sequence": off_by(lambda o, v, **_: 0 * v.sum((0, 1), keepdim=True)),
+    "nan_head": off_by(lambda o, v, **_: 0 * v.sum(2, keepdim=True)),
+    "head_alone": off_by(lambda o, v, **_: v.sum(2, keepdim=True)),
+}
+
+
+def our_route(problem: Problem) -> Route:
+    return own_subject().route("gate" if problem.entry == "gate" else "recurrent", problem.entry)
+
+
+@functools.cache
+def our_outputs(problem: Problem) -> dict[str, torch.Tensor]:
+    return variants.run(our_route(problem), materialise(problem), None).outputs
+
+
+def route_of(function) -> Route:
+    return Route("chunk-unbounded", "chunk", function, PRECISION, invariant=True)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_variant_tells_on_what_it_is_there_for(name):
+    variant = VARIANTS[name]
+    problem = next(p for p in (PACKED, DENSE) if variant.applies(p))
+    case, route = materialise(problem), route_of(WRONG[name])
+    first = variants.run(route, case, None).outputs
+    second = variants.run(route, case, variant).outputs
+    assert {(v.klass, v.statistic) for v in violations(variant, case, first, second)} == {("BUG", name)}
+
+
+@pytest.mark.parametrize("problem", [PACKED, DENSE, GATE], ids=["packed", "dense", "gate"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_holds_for_our_kernels(problem, name):
+    route, variant, case = our_route(problem), VARIANTS[name], materialise(problem)
+    assert (variant in applicable(route, problem)) == variant.applies(problem)
+    if variant.applies(problem):
+        second = variants.run(route, case, variant).outputs
+        assert list(violations(variant, case, our_outputs(problem), second)) == []
+
+
+def test_every_variant_applies_to_some_problem():
+    assert all(any(variant.applies(problem) for problem in (PACKED, DENSE)) for variant in VARIANTS.values())
+
+
+def test_routes_that_promise_nothing_are_held_to_universal_forms_only():
+    foreign = replace(route_of(right), invariant=False)
+    assert {variant.name for variant in applicable(foreign, PACKED)} == {
+        name for name, variant in VARIANTS.items() if variant.universal
+    }
+
+
+@pytest.mark.parametrize("isolated", [False, True], ids=["here", "child"])
+def test_runner_reports_a_form_that_differs(tmp_path, isolated):
+    subject = Subject("tests.harness.subjects:uses_the_future", "", (route_of(WRONG["causal"]),))
+    runner = Runner(subject, "cpu", tmp_path, isolated=isolated)
+    try:
+        verdicts = runner.check("chunk-unbounded", PACKED, forms=("causal",)).verdicts
+    finally:
+        runner.close()
+    assert ("o", "causal") in {(v.quantity, v.statistic) for v in verdicts}
+
+
+@pytest.mark.parametrize("size, klass", [(2.0**-19, "BUG"), (2.0**-22, "OK")], ids=["above", "below"])
+def test_nearly_exact_problems_allow_almost_nothing(size, klass):
+    """A chunk kernel with bf16 operands, and one part in half a million of a state."""
+    problem = replace(family("dyadic").examples[2], entry="chunk")
+    case, route = materialise(problem), own_subject().route("chunk-unbounded", "chunk")
+    outputs = variants.run(route, case, None).outputs
+    outputs["ht"] = outputs["ht"] + size * outputs["ht"].abs().amax()
+    wanted = {"entry": "chunk", "spec": route.spec.of_call(64, "ieee"), "quantities": frozenset({"ht"})}
+    (verdict,) = judge(case.inputs, case.options, outputs, near_exact=True, **wanted)
+    assert verdict.klass == klass
+    (verdict,) = judge(case.inputs, case.options, outputs, **wanted)
+    assert verdict.klass == "OK"
