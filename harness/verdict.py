@@ -19,7 +19,7 @@ from oracle.rounding import EXACT, FORMAT_OF_DTYPE
 
 __all__ = ["SEVERITY", "Census", "Verdict", "Wrong", "judge", "worst"]
 
-STATE_STEPS = {"cpu": 4e9, "cuda": 4e9}  # replicas x tokens x heads x K x V that are judged; see NOTE [Heads judged]
+STATE_STEPS = {"cpu": 4e9, "cuda": 2e9}  # replicas x tokens x heads x K x V that are judged; see NOTE [Heads judged]
 PART_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}  # replicas x tokens x heads x width of one part: bounds memory
 CHUNK_WEIGHT = 8  # an element of the chunkwise algorithm, whose autograd keeps pairwise decays: measured 1.3 kB
 

@@ -16,6 +16,7 @@ from kda.chunk_index import ChunkIndex
 from kda.chunk_intra import kda_chunk_decay_fwd_kernel, kda_chunk_intra_fwd_kernel
 from kda.chunk_output import kda_chunk_output_fwd_kernel
 from kda.chunk_state import kda_chunk_state_fwd_kernel
+from kda.chunk_tiles import store_column
 from kda.contract import SAFE_BOUND, Call
 from kda.gate import gate_forward
 from kda.recurrent_kernels import L2NORM_EPS
@@ -33,7 +34,8 @@ def kda_row_rstd_kernel(x, rstd, num_rows, K, BT: tl.constexpr, BK: tl.constexpr
     o_k = tl.arange(0, BK)
     m = (o_t < num_rows)[:, None] & (o_k < K)[None, :]
     b_x = tl.load(x + o_t[:, None] * K + o_k[None, :], mask=m, other=0.0).to(tl.float32)
-    tl.store(rstd + o_t, 1.0 / tl.sqrt(tl.sum(b_x * b_x, axis=1) + L2NORM_EPS), mask=o_t < num_rows)
+    b_rstd = 1.0 / tl.sqrt(tl.sum(b_x * b_x, axis=1) + L2NORM_EPS)
+    store_column(rstd + o_t, b_rstd, o_t < num_rows, o_k[None, :])
 
 
 def anchored(route: str) -> bool:

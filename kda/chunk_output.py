@@ -14,6 +14,7 @@ from kda.chunk_tiles import (
     range_sums,
     split_product,
     split_three,
+    store_column,
 )
 
 
@@ -203,7 +204,8 @@ def kda_chunk_inter_bwd_kernel(
     b_dg = tl.load(decay + i_s + o_k, mask=o_k < K, other=0.0) * b_S_dS
     b_x = tl.exp2(range_sums(o_j <= o_i, b_hi, b_mid, b_lo))
     b_z_S *= b_x
-    tl.store(dbeta + i_k * total + i_rv + o_t * HV, -tl.sum(b_k * b_z_S, axis=1), mask=m_t)
+    o_column = tl.arange(0, BK)[None, :]
+    store_column(dbeta + i_k * total + i_rv + o_t * HV, -tl.sum(b_k * b_z_S, axis=1), m_t, o_column)
     b_dq = scale * b_x * b_do_S
     b_dk = -b_beta[:, None] * b_z_S
     b_x = tl.exp2(range_sums(o_j > o_i, b_hi, b_mid, b_lo)) * b_v_dS

@@ -102,6 +102,16 @@ def load_normalised(p_x, rstd, o_rstd, m, m_t):
 
 
 @triton.jit
+def store_column(p_x, b_x, m_t, o_j):
+    """A number per row, written by whoever holds column 0 of the rows' tile, whose columns are `o_j` `[1, N]`.
+
+    As a vector it would go through shared memory first, written there by every thread that holds a copy.
+    """
+    b_x = tl.broadcast_to(b_x[:, None], b_x.shape[0], o_j.shape[1])
+    tl.store(p_x[:, None] + 0 * o_j, b_x, mask=m_t[:, None] & (o_j == 0))
+
+
+@triton.jit
 def load_betas(p_beta, m, beta_range, BETA_SIGMOID: tl.constexpr):
     """beta, or beta_range sigmoid(beta); 0 outside."""
     b_beta = tl.load(p_beta, mask=m, other=0.0).to(tl.float32)

@@ -52,7 +52,7 @@ def forward_tile(K: int, V: int) -> Tile:
 def backward_tile(K: int, V: int) -> Tile:
     """Wider tiles than the forward's, since every tile writes its own partial dq, dk and dg."""
     BK = max(8, triton.next_power_of_2(K))
-    return Tile(BK, min(32, max(8, triton.next_power_of_2(V))), 2 if BK <= 64 else BK // 32)
+    return Tile(BK, min(32, max(8, triton.next_power_of_2(V))), max(2, min(BK // 16, 8)))
 
 
 def _constants(call: Call, tile: Tile) -> dict[str, object]:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kda.chunk_tiles import load_betas, operand, split_product, split_products
+from kda.chunk_tiles import load_betas, operand, split_product, split_products, store_column
 
 # NOTE [Inverse in fp64]
 # Repeated keys with beta near 2 and slow decay make R's entries alternate without shrinking, and its products with k
@@ -208,7 +208,8 @@ def kda_wy_bwd_kernel(
     o_A = i_rv * C + o_i * (HV * C) + o_j
     m_A = m_t[:, None] & (o_i > o_j)
     b_A = tl.load(A_kk + o_A, mask=m_A, other=0.0)
-    tl.store(dbeta + i_rv + o_t * HV, b_dbeta - tl.sum(tl.where(m_A, b_A * b_zv, 0.0), axis=1), mask=m_t)
+    b_dbeta -= tl.sum(tl.where(m_A, b_A * b_zv, 0.0), axis=1)
+    store_column(dbeta + i_rv + o_t * HV, b_dbeta, m_t, o_j)
     b_dA = -b_beta[:, None] * b_zv
     tl.store(dA_kk + o_A, b_dA, mask=m_A)
     tl.store(dA_kk + i_rv * C + o_j * (HV * C) + o_i, b_dA, mask=m_A)
