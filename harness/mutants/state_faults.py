@@ -263,7 +263,7 @@ MUTANTS = (
                 "replace(made, u=None, w=made.k_rest).tensors() if call.disable_recompute",
             ),
         ),
-        tests=("tests/kda/test_chunk_invariants.py",),
+        tests=("tests/kda/test_chunk_invariants.py::test_disable_recompute_changes_no_bit",),
     ),
     _chunk(
         "route-parameter-ignored",
@@ -283,7 +283,7 @@ MUTANTS = (
         "dispatch",
         "the bounded route takes gates that nobody bounded",
         (Patch(BACKWARD, "if anchored(route) and not bounded:", "if anchored(route) and bounded is None:"),),
-        tests=("tests/kda/test_chunk_invariants.py", "tests/kda/test_routes.py"),
+        tests=("tests/kda/test_routes.py",),
     ),
     _chunk(
         "plan-chunk-of-64",
