@@ -181,6 +181,8 @@ MUTANTS = (
         "precision",
         "the anchor's own gate is in the ranges of its block: the span is wider, and its gradient has to cancel",
         (_intra(" & ((o_j & (size - 1)) != first)", " & ((o_j & (size - 1)) != first - 1)"),),
+        limit="both factors contain that gate, which cancels: seen where a factor wider by 2^7 overflows, for "
+        "keys beyond 2^60",
     ),
     _safe(
         "anchor-middle-of-tile",

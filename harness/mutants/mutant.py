@@ -66,9 +66,9 @@ class Patch:
 class Mutant:
     """One fault. `fault`: what it does, in a line; `kind`: one of `KINDS`.
 
-    `route` and `entry` reach it; `families` are likeliest to show it and go first. `tests` are files of the test-suite
-    that look for it where no problem can. `limit` says why nothing here can see it, and at which size something would;
-    `equivalent` why it is no fault at all.
+    `route` and `entry` reach it; `families` are likeliest to show it and go first. `tests` are files or tests of the
+    test-suite that look for it where no problem can. `limit` says why nothing here can see it, and at which size
+    something would; `equivalent` why it is no fault at all.
     """
 
     id: str

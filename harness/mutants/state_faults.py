@@ -263,7 +263,7 @@ MUTANTS = (
                 "replace(made, u=None, w=made.k_rest).tensors() if call.disable_recompute",
             ),
         ),
-        tests=("tests/kda/test_chunk_invariants.py",),
+        tests=("tests/kda/test_chunk_invariants.py::test_disable_recompute_changes_no_bit",),
     ),
     _chunk(
         "route-parameter-ignored",
@@ -272,8 +272,8 @@ MUTANTS = (
         (
             Patch(
                 BACKWARD,
-                "plan = Plan.of(call, route)",
-                "plan = Plan.of(call, UNBOUNDED)",
+                "_ChunkFunction.apply(call, Plan.of(call, route), training, *tensors)",
+                "_ChunkFunction.apply(call, Plan.of(call, UNBOUNDED), training, *tensors)",
             ),
         ),
         route="chunk-safe_gate",
@@ -282,8 +282,8 @@ MUTANTS = (
         "route-takes-any-gate",
         "dispatch",
         "the bounded route takes gates that nobody bounded",
-        (Patch(BACKWARD, "if route == SAFE_GATE and not bounded:", "if route == SAFE_GATE and bounded is None:"),),
-        tests=("tests/kda/test_chunk_invariants.py", "tests/kda/test_routes.py"),
+        (Patch(BACKWARD, "if anchored(route) and not bounded:", "if anchored(route) and bounded is None:"),),
+        tests=("tests/kda/test_routes.py",),
     ),
     _chunk(
         "plan-chunk-of-64",
