@@ -333,7 +333,7 @@ MUTANTS = (
         "wy-backward-dbeta",
         "missing_gradient",
         "dbeta lacks what comes through A_kk",
-        (_wy("b_dbeta - tl.sum(tl.where(m_A, b_A * b_zv, 0.0), axis=1)", "b_dbeta"),),
+        (_wy("b_dbeta -= tl.sum(tl.where(m_A, b_A * b_zv, 0.0), axis=1)", "b_dbeta += 0.0"),),
     ),
     _chunk(
         "wy-backward-beta",

@@ -193,7 +193,7 @@ MUTANTS = (
         "inter-backward-dbeta-share",
         "race",
         "shares of dbeta of different columns of K go to one place",
-        (_output("tl.store(dbeta + i_k * total + i_rv", "tl.store(dbeta + 0 * total + i_rv"),),
+        (_output("store_column(dbeta + i_k * total", "store_column(dbeta + 0 * total"),),
         families=("shapes", "generic"),
     ),
     _chunk(
