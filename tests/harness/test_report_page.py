@@ -19,6 +19,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: install the package `chromium`")
 # What a reader would have to see, measured in the page itself.
 PROBE = """<script>
+addEventListener("load", () => setTimeout(() => {  // by then a request that failed is on record
 const box = (node) => { const r = node.getBoundingClientRect(); return [r.width, r.height]; };
 const figure = document.querySelector("#figure svg");
 figure.querySelectorAll("rect.cell")[3].dispatchEvent(new MouseEvent("mousemove", {bubbles: true}));
@@ -33,6 +34,7 @@ probe.textContent = JSON.stringify({
   background: getComputedStyle(document.body).backgroundColor,
 });
 document.body.appendChild(probe);
+}, 50));
 </script></body>"""
 LIGHT, DARK = [], ["--blink-settings=preferredColorScheme=0"]
 
