@@ -30,8 +30,10 @@ class RouteDidNotRun(Exception):
 
 @dataclass(frozen=True)
 class Route:
-    """One implementation of an entry point by a subject. `lacks` says why it cannot take a problem, or None.
+    """One implementation of an entry point by a subject.
 
+    `lacks` says why it cannot take a problem, or None. `origin` is `module:attribute` of the function that a user
+    calls. `stages`, where a subject exposes them, returns a call's intermediates by the names of `oracle.trace`.
     `invariant`: it is declared that no bit depends on batch, packing, other heads or later tokens.
     """
 
@@ -43,6 +45,12 @@ class Route:
     differentiable: bool = True
     context: Callable[[], AbstractContextManager] = contextlib.nullcontext
     invariant: bool = False
+    origin: str = ""
+    stages: Callable[[Case], dict[str, Tensor]] | None = None
+
+    def judged_by(self, problem: Problem) -> PrecisionSpec:
+        """The rounding points that are declared for this problem."""
+        return self.spec.of_call(problem.chunk_size, problem.precision)
 
     def quantities(self, problem: Problem) -> frozenset[str]:
         wanted = problem.quantities()
@@ -138,6 +146,18 @@ def call(route: Route, case: Case) -> Run:
     peak = torch.cuda.max_memory_allocated() - resting if cuda else 0
     modified = tuple(name for name, x in before.items() if x is not None and differing_bytes(x, case.inputs[name]))
     return Run(outputs, seconds, compiling.seconds, modified, peak)
+
+
+def stages_of(route: Route, case: Case) -> Run:
+    """What a problem's stages left, forward and, if the problem has a loss, backward."""
+    if route.stages is None:
+        raise NotCovered("exposes no intermediates")
+    reason = route.lacks(case.problem)
+    if reason:
+        raise NotCovered(reason)
+    started = time.perf_counter()
+    made = {name: x for name, x in route.stages(case).items() if x is not None}
+    return Run(made, time.perf_counter() - started)
 
 
 def _forward_backward(route: Route, case: Case, leaves: Mapping[str, Tensor], gradients: bool) -> dict[str, Tensor]:

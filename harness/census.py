@@ -3,8 +3,15 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from oracle.envelope import LIMITS, Limits
+
 SEVERITY = ("OK", "UNINFORMATIVE", "NOT_COVERED", "UNSTABLE", "SUSPECT", "NONDETERMINISTIC", "HANG", "CRASH", "BUG")
 WORST_SHOWN = 5
+
+
+def severity(ratio: float, limits: Limits = LIMITS) -> int:
+    """The degree of a failure: 2 gross, 1 clear, 0 marginal. Shrinking keeps it, or ends at a ratio of 1.00."""
+    return sum(not ratio <= limit for limit in (limits.clear, limits.gross))
 
 
 @dataclass(frozen=True)

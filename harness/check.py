@@ -1,10 +1,12 @@
 """Authority on `kda check`: which problems a subject is held against, in what order, and what counts as checked."""
 
 import fnmatch
+import functools
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import hypothesis
 from rich.console import Console
@@ -12,12 +14,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from harness import results
 from harness.crew import Crew, Job, Settings, processes
+from harness.diagnose import diagnose
 from harness.families import FAMILIES, Family
 from harness.fitting import fit
 from harness.isolate import StorageError
+from harness.minimise import minimise
 from harness.options import Shape
 from harness.problem import Problem
 from harness.profiles import Profile, drawing
+from harness.report import folder
 from harness.results import FAILURES, Finding, Report, Row
 from harness.runner import Checked, Runner
 from harness.shrink import shrink
@@ -54,6 +59,7 @@ class Checks:
     peak_bytes: dict[str, int] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     problems: dict[str, int] = field(default_factory=dict)
+    index: Path | None = None
 
     def record(self, task: Task, checked: Checked) -> None:
         self.done += 1
@@ -198,8 +204,7 @@ def run(
         crew.close()
         if runner.poisoned:
             console.print("the GPU is lost to this process after an illegal access: stopping", style="red")
-        else:
-            _shrink_all(checks, runner, report, shrink_seconds, seed, keep_shape=shape is not None)
+        _explain_all(checks, runner, report, shrink_seconds, seed, device, keep_shape=shape is not None)
     except (KeyboardInterrupt, StorageError) as reason:
         checks.required_left = max(1, checks.required_left)
         console.print(str(reason) or "interrupted; what was found is kept", markup=False, soft_wrap=True)
@@ -227,24 +232,55 @@ def _findings(task: Task, checked: Checked) -> Iterator[Finding]:
             yield Finding.of(task.route, verdict, task.problem)
 
 
-def _shrink_all(
-    checks: Checks, runner: Runner, report: Report, seconds: float, seed: int, keep_shape: bool = False
+class _Shares:
+    """Divides what is left of a time among what is left to do: what one does not need, the next ones have."""
+
+    def __init__(self, seconds: float, count: int):
+        self.deadline, self.left = time.monotonic() + seconds, count
+
+    def next(self) -> float:
+        share = max(0.0, self.deadline - time.monotonic()) / max(1, self.left)
+        self.left -= 1
+        return share
+
+
+def _explain_all(
+    checks: Checks, runner: Runner, report: Report, seconds: float, seed: int, device: str, keep_shape: bool
 ) -> None:
-    """Make the problems of the first findings smaller; each stays on disk until a smaller one has replaced it."""
+    """Make the problems of the first findings smaller and diagnose them; the others get a folder without that.
+
+    Each problem stays on disk until a smaller one has replaced it.
+    """
+    try:
+        _shrink_all(checks, runner, report, seconds, seed, keep_shape)
+        _diagnose_all(checks, runner, report, seconds, seed, results.environment(device))
+    finally:
+        if checks.findings:
+            name = f"{runner.subject.name} {runner.subject.version}".strip()
+            checks.index = folder.write_index(checks.findings.values(), report, name, seed)
+
+
+def _shrink_all(checks: Checks, runner: Runner, report: Report, seconds: float, seed: int, keep_shape: bool) -> None:
+    shares = _Shares(seconds, min(len(checks.findings), FINDINGS_SHRUNK))
     for key, finding in list(checks.findings.items())[:FINDINGS_SHRUNK]:
+        each = shares.next() / 2
         if finding.klass == "HANG" or runner.poisoned:
             continue
-
-        def still_fails(candidate: Problem, finding: Finding = finding) -> bool:
-            twice = finding.klass == "NONDETERMINISTIC"
-            forms = (finding.variant,)
-            verdicts = runner.check(finding.route, candidate, repeat=twice, seed=seed, forms=forms).verdicts
-            same = any((v.quantity, v.klass) == (finding.quantity, finding.klass) for v in verdicts)
-            return same and not runner.poisoned
-
-        smaller = shrink(finding.problem, still_fails, seconds / FINDINGS_SHRUNK * 2, keep_shape)
+        still_fails = functools.partial(runner.fails_like, finding, seed=seed)
+        smaller = shrink(finding.problem, still_fails, each, keep_shape)
+        if not keep_shape:
+            smaller = minimise(smaller, still_fails, each)
         checks.findings[key] = report.save(replace(finding, problem=smaller))
     checks.findings = _distinct(checks.findings)
+
+
+def _diagnose_all(
+    checks: Checks, runner: Runner, report: Report, seconds: float, seed: int, env: dict[str, object]
+) -> None:
+    shares = _Shares(seconds, min(len(checks.findings), FINDINGS_SHRUNK))
+    for place, (key, finding) in enumerate(list(checks.findings.items())):
+        made = diagnose(runner, finding, seed, shares.next() if place < FINDINGS_SHRUNK else 0.0)
+        checks.findings[key] = folder.write(made, report, env)
 
 
 def _distinct(findings: dict[tuple, Finding]) -> dict[tuple, Finding]:

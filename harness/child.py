@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from harness import autotune, interpreter
-from harness.call import NotCovered, RouteDidNotRun
+from harness.call import NotCovered, RouteDidNotRun, stages_of
 from harness.isolate import context_is_lost
 from harness.problem import Problem, materialise
 from harness.subject import load_subject
@@ -24,8 +24,9 @@ def answer(request: dict, device: str, subject) -> dict:
     """Run one request; outputs go to a file, everything else into the answer."""
     problem = Problem.from_json(request["problem"])
     route = subject.route(request["route"], problem.entry)
+    case = materialise(problem, device)
     try:
-        done = run(route, materialise(problem, device), VARIANTS.get(request["variant"]))
+        done = stages_of(route, case) if request["stages"] else run(route, case, VARIANTS.get(request["variant"]))
     except NotCovered as reason:
         return {"status": "not_covered", "message": str(reason)}
     except RouteDidNotRun as reason:

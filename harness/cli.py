@@ -4,7 +4,6 @@
 """
 
 import argparse
-import fnmatch
 import os
 import sys
 from pathlib import Path
@@ -12,17 +11,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from harness import check, doctor, interpreter, options, profiles, results
+from harness import check, counterexample, doctor, options, profiles, results, terminal
 from harness.mutants import command as mutants_command
-from harness.problem import Problem
+from harness.report import step_summary
 from harness.results import FAILURES, Report, StorageError
-from harness.runner import Runner
 from harness.subject import Subject, load_subject
-from harness.variants import VARIANTS
-from harness.verdict import SEVERITY, worst
+from harness.terminal import FINDING, INCOMPLETE, OK, USAGE
+from harness.verdict import SEVERITY
 
-OK, FINDING, USAGE, INCOMPLETE = 0, 1, 2, 3
-DETAIL_LINES = 6  # of a crash on the terminal; problem.json has the rest
+PATH_HELP = "a problem.json, or the folder that holds it"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,28 +45,31 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     options.add_to_parser(command("check", _check, "hold every route of a subject against the oracle"))
-    replay = command("replay", _replay, "run one counterexample again, on any subject")
-    replay.add_argument("path", type=Path, help="a problem.json")
+    replay = command("replay", counterexample.replayed, "run one counterexample again, on any subject")
+    replay.add_argument("path", type=Path, help=PATH_HELP)
+    replay.add_argument("--stage-trace", action="store_true", help="also hold every stage against its envelope")
     options.add_to_parser(replay, "subject", "routes", "device", "seed", "report")
     mutants = command("mutants", mutants_command.run, "hold copies of our own sources with faults in them")
     mutants.add_argument("--mutants", default="*", metavar="GLOB", help="only mutants whose id or kind matches")
     mutants.add_argument("--jobs", type=options.jobs, default=os.cpu_count() or 1, metavar="N", help="at a time")
     mutants.add_argument("--problems", type=options.count, default=200, metavar="N", help="at most, to a mutant")
     options.add_to_parser(mutants, "device", "seed", "json")
+    smaller = command(
+        "minimise", counterexample.minimised, "make one counterexample as small as it gets, and report it"
+    )
+    smaller.add_argument("path", type=Path, help=PATH_HELP)
+    options.add_to_parser(smaller, "subject", "routes", "device", "budget", "seed", "report")
+    beside = command("compare", counterexample.compared, "run one counterexample on several subjects, side by side")
+    beside.add_argument("path", type=Path, help=PATH_HELP)
+    beside.add_argument("--subjects", required=True, metavar="NAME,NAME", help="subjects, as for --subject")
+    options.add_to_parser(beside, "routes", "device", "seed", "report")
     options.add_to_parser(command("routes", _routes, "list the routes of a subject"), "subject")
     options.add_to_parser(command("doctor", _doctor, "say what this machine has, and what is missing"), "report")
     return parser
 
 
-def _prepared(arguments: argparse.Namespace) -> tuple[Subject, str]:
-    device = arguments.device or options.default_device()
-    if device == "cpu":
-        interpreter.install()
-    return load_subject(arguments.subject), device
-
-
 def _check(arguments: argparse.Namespace, console: Console) -> int:
-    subject, device = _prepared(arguments)
+    subject, device = counterexample.prepared(arguments, arguments.subject)
     profile = profiles.PROFILES[arguments.profile]
     tasks = check.plan(subject, profile, arguments.routes, arguments.families, device, arguments.seed, arguments.shape)
     if not tasks:
@@ -102,6 +102,10 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
     except StorageError as error:
         print(f"kda: {error}", file=sys.stderr)
         status = status or INCOMPLETE
+    step_summary.append(
+        step_summary.section(f.id, "\n".join(terminal.finding_lines(f)), f"@example({f.problem!r})", f.path)
+        for f in checks.findings.values()
+    )
     console.print(_verdict_line(checks, status))
     return status
 
@@ -145,13 +149,9 @@ def _print_checks(checks: check.Checks, subject: Subject, console: Console) -> N
     for where, reason in checks.not_covered.items():
         console.print(f"not covered: {where}: {reason}", style="yellow", markup=False, highlight=False)
     for finding in checks.findings.values():
-        summary, *details = finding.message.splitlines()
-        console.print(f"{finding.klass} {finding.route} {summary}", style="red", markup=False, highlight=False)
-        console.print(f"    {finding.problem!r}", markup=False, highlight=False, soft_wrap=True)
-        for line in details[:DETAIL_LINES]:
-            console.print(f"    | {line}", markup=False, highlight=False)
-        if finding.path:
-            console.print(f"    kda replay {finding.path}", markup=False, highlight=False, soft_wrap=True)
+        terminal.show_finding(finding, subject.name, console)
+    if checks.index:
+        console.print(f"report: {checks.index}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _verdict_line(checks: check.Checks, status: int) -> str:
@@ -162,39 +162,6 @@ def _verdict_line(checks: check.Checks, status: int) -> str:
         return f"{len(checks.findings)} findings in {done}"
     lost = f"; {checks.unproven[0]}" if checks.unproven else ""
     return f"INCOMPLETE: {done} checked, {checks.required_left} required ones left{lost}"
-
-
-def _replay(arguments: argparse.Namespace, console: Console) -> int:
-    if not arguments.path.is_file():
-        raise ValueError(f"path is {str(arguments.path)!r}; it must be an existing problem.json")
-    problem = Problem.load(arguments.path)
-    subject, device = _prepared(arguments)
-    routes = [r for r in subject.routes if r.entry == problem.entry and fnmatch.fnmatch(r.id, arguments.routes)]
-    runner = Runner(subject, device, arguments.report / "replay", pin_autotune=arguments.pin_autotune)
-    console.print(repr(problem), markup=False, soft_wrap=True)
-    status = INCOMPLETE
-    try:
-        for route in routes:
-            verdicts = runner.check(route.id, problem, repeat=True, seed=arguments.seed, forms=VARIANTS).verdicts
-            failed = worst(verdicts).klass in FAILURES
-            if failed or (status == INCOMPLETE and not all(v.klass == "NOT_COVERED" for v in verdicts)):
-                status = FINDING if failed or status == FINDING else OK
-            for verdict in verdicts:
-                console.print(
-                    f"{route.id} {verdict}",
-                    style="red" if verdict.klass in FAILURES else None,
-                    markup=False,
-                    highlight=False,
-                )
-                for wrong in verdict.census.worst if verdict.klass in FAILURES else ():
-                    place = "".join(f"[{i}]" for i in wrong.index)
-                    console.print(
-                        f"    {place} got {wrong.got:.9g}, expected {wrong.expected:.9g}, {wrong.z:.3g} sigma",
-                        markup=False,
-                    )
-    finally:
-        runner.close()
-    return status
 
 
 def _routes(arguments: argparse.Namespace, console: Console) -> int:

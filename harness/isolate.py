@@ -68,10 +68,12 @@ class Child:
         self.scratch = tempfile.TemporaryDirectory(prefix="kda-", dir=_shared_memory())
         self.errors = Path(self.scratch.name, "stderr")
 
-    def run(self, route: str, problem: Problem, variant: str = "") -> Outcome:
-        """One call, in the form of that variant; the problem stays in `inflight` if the child does not come back."""
+    def run(self, route: str, problem: Problem, variant: str = "", stages: bool = False) -> Outcome:
+        """One call, in the form of that variant, or its intermediates; the problem stays in `inflight` if the child
+        does not come back.
+        """
         note = write_ahead(self.inflight, route, problem)
-        outcome = self._ask(route, problem, variant)
+        outcome = self._ask(route, problem, variant, stages)
         if outcome.status in ("ran", "not_covered"):
             note.unlink(missing_ok=True)
         return outcome
@@ -96,14 +98,15 @@ class Child:
         ready = self._read(self.first_call)
         return ready if isinstance(ready, Outcome) else None
 
-    def _ask(self, route: str, problem: Problem, variant: str) -> Outcome:
+    def _ask(self, route: str, problem: Problem, variant: str, stages: bool) -> Outcome:
         if self.process is None or self.process.poll() is not None:
             failed = self._start()
             if failed:
                 return failed
         outputs = Path(self.scratch.name, "outputs.safetensors")
         outputs.unlink(missing_ok=True)
-        request = {"route": route, "problem": problem.to_json(), "outputs": str(outputs), "variant": variant}
+        what = {"outputs": str(outputs), "variant": variant, "stages": stages}
+        request = {"route": route, "problem": problem.to_json(), **what}
         try:
             self.process.stdin.write((json.dumps(request) + "\n").encode())
             self.process.stdin.flush()

@@ -21,6 +21,7 @@ from oracle.stages import BLOCK, evaluate_chunk
 
 REAL_SPAN = 126.0  # log2 range that fp32 factors of an anchored tile may span
 RESOLVED_SUM = 1.8e5  # an fp32 cumulative gate beyond this no longer resolves 1/64 nat
+CONFIRMING = 1_000_000  # added to the seed for the replicas that confirm a BUG
 SOURCES = {"io": "q", "g": "g", "beta": "beta"}  # formats that follow the dtype of a tensor of the call
 
 
@@ -66,6 +67,16 @@ class Call:
         return run
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A block of a quantity, `[N, rows, channels]`; the error of what is not finite is 0."""
+
+    value: Tensor
+    exact: Tensor
+    error: Tensor
+    statistics: Statistics
+
+
 class Part:
     """Some heads of a call: inputs, exact results, replicas, and what the judgements of several quantities share."""
 
@@ -101,14 +112,22 @@ class Part:
         census = sum((verdict.census for verdict in verdicts[1:]), verdicts[0].census)
         return replace(worst(verdicts), census=census)
 
-    def _block(self, name: str, block: Block, got: Tensor) -> Verdict:
-        limits, fmt, exact = self.call.limits, FORMAT_OF_DTYPE[got.dtype], block.take(self.exact[name])
+    def measured(self, name: str, block: Block, got: Tensor) -> Measured | None:
+        """The error of a block of `got` and its statistics; None where the algorithm in float64 is not finite."""
+        fmt, exact = FORMAT_OF_DTYPE[got.dtype], block.take(self.exact[name])
         value, errors = block.take(got).double(), block.take(self.replicas[name]) - exact
-        finite = torch.isfinite(value)
         if not bool(torch.isfinite(errors).all()):
-            return self._without_envelope(name, exact, finite)
-        error = torch.where(finite, value - exact, 0.0)
-        stats = statistics(error, exact, errors, fmt, self.rounding, limits)
+            return None
+        error = torch.where(torch.isfinite(value), value - exact, 0.0)
+        return Measured(value, exact, error, statistics(error, exact, errors, fmt, self.rounding, self.call.limits))
+
+    def _block(self, name: str, block: Block, got: Tensor) -> Verdict:
+        limits, fmt = self.call.limits, FORMAT_OF_DTYPE[got.dtype]
+        measured = self.measured(name, block, got)
+        if measured is None:
+            return self._without_envelope(name, block.take(self.exact[name]), torch.isfinite(block.take(got)))
+        value, exact, error, stats = measured.value, measured.exact, measured.error, measured.statistics
+        finite = torch.isfinite(value)
         scale = torch.maximum(rms(exact), rms(exact, (1, 2))[:, None] * self._small_row()) + FLOOR[fmt]
         self.share[name] = max(self.share.get(name, 0.0), float((rms(stats.sigma) / scale).max()))
         overflow = (exact.abs() + limits.element * stats.sigma > LARGEST[fmt]) & (value.sign() == exact.sign())

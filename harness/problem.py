@@ -21,7 +21,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OFFSETS = {"int64": torch.int64, "int32": torch.int32}
 STREAMS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "h0", "do", "dht")  # place = stream of the seed: only append
 MAX_JSON_BYTES = 2**20
-MAX_TOKENS, MAX_HEADS, MAX_DIM, MAX_EDITS = 2**21, 4096, 256, 64
+MAX_TOKENS, MAX_HEADS, MAX_DIM, MAX_EDITS = 2**21, 4096, 256, 4096
 MAX_ELEMENTS = 2**33  # of one tensor: beyond any machine's memory, and beyond every 32-bit offset
 FLAGS = (
     *("packed", "safe_gate", "l2norm", "beta_sigmoid", "neg_eigval"),
@@ -288,7 +288,7 @@ class Problem:
             raise ValueError(f"{path} has {size} bytes; a problem has at most {MAX_JSON_BYTES}")
         try:
             return cls.from_json(path.read_text())
-        except (ValueError, UnicodeDecodeError) as error:
+        except (ValueError, OSError) as error:
             raise ValueError(f"{path}: {error}") from None
 
 
@@ -304,21 +304,12 @@ class Case:
 def materialise(problem: Problem, device: torch.device | str = "cpu") -> Case:
     """The tensors of a problem, each from its own stream of the seed, rounded to its dtype."""
     B, T = problem.batch
-    names, whole = ["g"], problem.entry != "gate"
-    if whole:
-        names += ["q", "k", "v", "beta"] + (["h0"] if problem.initial_state else [])
-    if problem.gate != "pregated":
-        names += [name for name in ("A_log", "dt_bias") if getattr(problem, name)]
-    if problem.loss in ("both", "o"):
-        names.append("do")
-    if problem.loss in ("both", "state") and problem.final_state and whole:
-        names.append("dht")
     io, gate_dtype = DTYPES[problem.dtype], DTYPES[problem.gate_dtype]
     dtypes = dict.fromkeys(("q", "k", "v", "beta", "do"), io) | {"g": gate_dtype}
-    dtypes |= {} if whole else {"do": torch.float32}
+    dtypes |= {} if problem.entry != "gate" else {"do": torch.float32}
     made = {}
-    for name in names:
-        values = _values(problem, name)
+    for name in streams(problem):
+        values = values_of(problem, name)
         if name in ("h0", "dht"):
             values = np.swapaxes(values, -1, -2) if problem.v_first else values
         elif name == "dt_bias":
@@ -336,6 +327,20 @@ def materialise(problem: Problem, device: torch.device | str = "cpu") -> Case:
     return Case(problem, inputs, options_of(problem))
 
 
+def streams(problem: Problem) -> list[str]:
+    """The tensors that a call of this problem has, by stream name."""
+    names, whole = ["g"], problem.entry != "gate"
+    if whole:
+        names += ["q", "k", "v", "beta"] + (["h0"] if problem.initial_state else [])
+    if problem.gate != "pregated":
+        names += [name for name in ("A_log", "dt_bias") if getattr(problem, name)]
+    if problem.loss in ("both", "o"):
+        names.append("do")
+    if problem.loss in ("both", "state") and problem.final_state and whole:
+        names.append("dht")
+    return names
+
+
 def options_of(problem: Problem) -> Options:
     return Options(
         scale=problem.scale,
@@ -350,12 +355,19 @@ def options_of(problem: Problem) -> Options:
     )
 
 
-def _values(problem: Problem, stream: str) -> np.ndarray:
-    rng = np.random.default_rng([problem.seed, STREAMS.index(stream)])
-    shape = problem.shape(stream)
-    pattern = problem.menus()[stream][getattr(problem, stream)]
-    values = np.array(pattern(rng, shape), np.float32, copy=True) if 0 not in shape else np.zeros(shape, np.float32)
+def values_of(problem: Problem, stream: str) -> np.ndarray:
+    """The float32 values of one stream before they are rounded to the tensor's dtype, in the stream's own shape."""
+    values = pattern_values(problem, stream, getattr(problem, stream))
     for edit in problem.edits:
         if edit.tensor == stream:
             values[edit.index] = edit.value
     return values
+
+
+def pattern_values(problem: Problem, stream: str, name: str) -> np.ndarray:
+    """What pattern `name` would fill this stream with, without the edits."""
+    shape = problem.shape(stream)
+    if 0 in shape:
+        return np.zeros(shape, np.float32)
+    rng = np.random.default_rng([problem.seed, STREAMS.index(stream)])
+    return np.array(problem.menus()[stream][name](rng, shape), np.float32, copy=True)

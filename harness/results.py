@@ -1,5 +1,6 @@
 """Authority on what a run leaves behind: findings on disk once found, and one result document per run."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -36,6 +37,7 @@ class Finding:
     original: Problem
     path: str = ""
     variant: str = ""  # the form of the call that showed it
+    lines: tuple[tuple[str, str], ...] = ()  # of its diagnosis, (label, text)
 
     @classmethod
     def of(cls, route: str, verdict: Verdict, problem: Problem) -> "Finding":
@@ -45,6 +47,20 @@ class Finding:
         return cls(
             name, route, verdict.quantity, verdict.klass, verdict.ratio, str(verdict), problem, problem, variant=variant
         )
+
+
+def load_found(path: Path) -> tuple[str, str, str] | None:
+    """(route, quantity, class) that a problem.json says it was found with, or None; the problem itself is `Problem`'s.
+
+    ValueError where the file says anything else there.
+    """
+    found = json.loads(path.read_text()).get("found")
+    if not found or not isinstance(found, dict) or "class" not in found:
+        return None
+    named = tuple(found.get(name) for name in ("route", "quantity", "class"))
+    if not all(isinstance(name, str) for name in named) or named[2] not in FAILURES:
+        raise ValueError(f"{path}: found is {named}; it must be a route, a quantity and one of {', '.join(FAILURES)}")
+    return named
 
 
 @dataclass
@@ -122,6 +138,7 @@ class Report:
             "ratio": _number(finding.ratio),
             "message": finding.message,
             "original": repr(finding.original),
+            "diagnosis": dict(finding.lines),
         }
         text = finding.problem.to_json(found)
         try:
@@ -146,15 +163,20 @@ class Report:
             raise StorageError(f"the results could not be written ({error}); they are printed above") from None
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """The whole text or, if anything fails, what was there before."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """The file is there whole, on the device, or not at all. OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    with open(part, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        with open(part, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
 
 
 def _number(x: float) -> float | str:
@@ -193,6 +215,7 @@ def document(
                 "ratio": _number(f.ratio),
                 "problem": f.problem.as_dict(),
                 "path": f.path,
+                "diagnosis": dict(f.lines),
             }
             for f in findings
         ],

@@ -2,20 +2,24 @@
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import Tensor
+
 from harness import variants
 from harness.bits import differing_bytes
-from harness.call import NotCovered, Route, RouteDidNotRun
+from harness.call import NotCovered, Route, RouteDidNotRun, stages_of
 from harness.isolate import Child, Outcome, context_is_lost
 from harness.problem import Problem, materialise
+from harness.results import Finding
 from harness.subject import Subject
 from harness.variants import Variant
-from harness.verdict import Verdict, judge
+from harness.verdict import Verdict, judge, severity, worst
 
 SMALL_STEPS = 2e7  # tokens x heads x K x V up to which the oracle is faster on the CPU than a launch per operation
+OF_THE_CALL = ("call", "inputs")  # what a verdict speaks of, beside the quantities; none is a good one
 
 
 @dataclass
@@ -30,6 +34,7 @@ class Checked:
     oracle_seconds: float = 0.0
     peak_bytes: int = 0
     proven: bool = True
+    runs: list[Mapping[str, Tensor]] = field(default_factory=list)  # what each call returned
     missing: frozenset[str] = frozenset()  # quantities of the problem that the route does not claim to have
 
 
@@ -60,19 +65,26 @@ class Runner:
             self.child.close()
 
     def check(
-        self, route_id: str, problem: Problem, repeat: bool = False, seed: int = 0, forms: Collection[str] = ()
+        self,
+        route_id: str,
+        problem: Problem,
+        repeat: bool = False,
+        seed: int = 0,
+        forms: Collection[str] = (),
+        only: str | None = None,
     ) -> Checked:
-        """Verdicts for every quantity of the problem; with `repeat` two calls must agree bit by bit, and so must those
-        of the variants named in `forms` that apply.
+        """Verdicts for every quantity of the problem, or for `only` one; with `repeat` two calls must agree bit by
+        bit, and so must those of the variants named in `forms` that apply.
         """
         route = self.subject.route(route_id, problem.entry)
         checked = Checked(problem, route_id, missing=problem.quantities() - route.quantities(problem))
-        outcome = self._run(route, problem)
-        again = self._run(route, problem) if repeat and outcome.status == "ran" else None
+        outcome = self.run(route, problem)
+        again = self.run(route, problem) if repeat and outcome.status == "ran" else None
         checked.compile_seconds = outcome.compile_seconds
         checked.kernel_seconds = outcome.seconds - outcome.compile_seconds
         checked.peak_bytes = outcome.peak_bytes
         checked.verdicts = _without_numbers(outcome) or []
+        checked.runs = [one.outputs for one in (outcome, again) if one is not None and one.status == "ran"]
         if outcome.status == "ran":
             checked.verdicts += [
                 Verdict("inputs", "BUG", math.inf, "modified", f"the call changed its argument {name}")
@@ -83,14 +95,16 @@ class Runner:
                 if variant.name in forms:
                     checked.verdicts += self._varied(route, problem, variant, outcome)
             started = time.perf_counter()
-            checked.verdicts += self._judge(route, problem, outcome, seed)
+            wanted = route.quantities(problem)
+            wanted = wanted if only is None else wanted & {only}
+            checked.verdicts += self._judge(route, problem, outcome, seed, wanted) if wanted else []
             checked.oracle_seconds = time.perf_counter() - started
         checked.proven = outcome.status != "unproven"
         return checked
 
     def _varied(self, route: Route, problem: Problem, variant: Variant, outcome: Outcome) -> list[Verdict]:
         """What a variant of the call shows beside the call itself, which ran."""
-        varied = self._run(route, problem, variant)
+        varied = self.run(route, problem, variant)
         if varied.status == "not_covered":
             return []
         if varied.status != "ran":
@@ -98,11 +112,33 @@ class Runner:
         case = materialise(problem, "cpu" if self.child else self.device)
         return list(variants.violations(variant, case, outcome.outputs, varied.outputs))
 
-    def _run(self, route: Route, problem: Problem, variant: Variant | None = None) -> Outcome:
+    def verdict_like(self, finding: Finding, problem: Problem, seed: int = 0) -> Verdict | None:
+        """The verdict on the quantity of a finding; None if the problem has none, or the route does not take it."""
+        twice = finding.klass == "NONDETERMINISTIC"
+        verdicts = self.check(
+            finding.route, problem, repeat=twice, seed=seed, forms=(finding.variant,), only=finding.quantity
+        ).verdicts
+        if self.poisoned or any(v.klass == "NOT_COVERED" for v in verdicts):
+            return None
+        mine = [v for v in verdicts if v.quantity == finding.quantity]
+        if not mine and finding.quantity in OF_THE_CALL:
+            return Verdict(finding.quantity, "OK", 0.0)
+        return worst(mine) if mine else None
+
+    def fails_like(self, finding: Finding, problem: Problem, seed: int = 0) -> bool:
+        """Whether the problem shows the same failure: quantity and class, and no milder a degree of it."""
+        verdict = self.verdict_like(finding, problem, seed)
+        if verdict is None or verdict.klass != finding.klass:
+            return False
+        return severity(verdict.ratio) >= severity(finding.ratio)
+
+    def run(self, route: Route, problem: Problem, variant: Variant | None = None, stages: bool = False) -> Outcome:
+        """One call, unjudged, in the form of a variant; with `stages` its intermediates instead of its outputs."""
         if self.child:
-            return self.child.run(route.id, problem, variant.name if variant else "")
+            return self.child.run(route.id, problem, variant.name if variant else "", stages)
         try:
-            run = variants.run(route, materialise(problem, self.device), variant)
+            case = materialise(problem, self.device)
+            run = stages_of(route, case) if stages else variants.run(route, case, variant)
         except NotCovered as reason:
             return Outcome("not_covered", message=str(reason))
         except RouteDidNotRun as reason:
@@ -119,16 +155,22 @@ class Runner:
             peak_bytes=run.peak_bytes,
         )
 
-    def _judge(self, route: Route, problem: Problem, outcome: Outcome, seed: int) -> list[Verdict]:
+    def oracle_device(self, problem: Problem) -> str:
+        """Where the oracle is fastest."""
         small = sum(problem.lengths) * problem.value_heads * problem.K * problem.V < SMALL_STEPS
-        case = materialise(problem, "cpu" if small else self.device)
+        return "cpu" if small else self.device
+
+    def _judge(
+        self, route: Route, problem: Problem, outcome: Outcome, seed: int, wanted: frozenset[str]
+    ) -> list[Verdict]:
+        case = materialise(problem, self.oracle_device(problem))
         return judge(
             case.inputs,
             case.options,
             outcome.outputs,
             entry=problem.entry,
-            spec=route.spec.of_call(problem.chunk_size, problem.precision),
-            quantities=route.quantities(problem),
+            spec=route.judged_by(problem),
+            quantities=wanted,
             seed=seed,
             near_exact=problem.k == "onehot",
         )

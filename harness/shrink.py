@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from harness.problem import Problem
 
 _FLAGS = ("v_first", "intermediates", "neg_eigval", "beta_sigmoid", "l2norm", "initial_state", "safe_gate")
+_LOSSES = ("none", "o", "state", "both")  # the simplest first
 _COMPILE_KEY = ("heads", "group", "K", "V", "dtype", "gate_dtype", "chunk_size")
 
 
@@ -59,15 +60,17 @@ def _changes(problem: Problem) -> Iterator[dict[str, object]]:
     yield {"packed": False, "tail": 0}
     for flag in _FLAGS:
         yield {flag: False}
-    yield {"beta_sigmoid": False, "neg_eigval": False, "beta": "ones"}
-    yield {"gate": "pregated", "lower_bound": None, "A_log": None, "dt_bias": None, "g": "zeros"}
-    yield {"gate": "pregated", "lower_bound": None, "A_log": None, "dt_bias": None, "g": "mild"}
+    if problem.beta_sigmoid:
+        yield {"beta_sigmoid": False, "neg_eigval": False, "beta": "ones"}
+    for plain in ("zeros", "mild") if problem.gate != "pregated" else ():
+        yield {"gate": "pregated", "lower_bound": None, "A_log": None, "dt_bias": None, "g": plain}
     yield {"A_log": None}
     yield {"dt_bias": None}
-    for loss in ("none", "o", "state"):
+    for loss in _LOSSES[: _LOSSES.index(problem.loss)]:
         yield {"loss": loss}
     for name in ("dtype", "gate_dtype"):
         yield {name: "fp32"}
+    yield {"precision": "ieee"}
     yield {"scale": None}
     yield {"seed": 0}
     yield from _plainer_patterns(problem)

@@ -9,9 +9,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib import metadata
 
+import torch
+from torch import Tensor
+
 from harness import fitting
 from harness.call import DIFFERENTIABLE, Route, keywords
-from harness.problem import Problem
+from harness.problem import Case, Problem
 from kda.precision import PrecisionSpec
 
 __all__ = ["DIFFERENTIABLE", "Route", "Subject", "keywords", "known_subjects", "load_subject", "own_subject"]
@@ -41,6 +44,7 @@ class Subject:
 def own_subject() -> Subject:
     """kda's own routes, each forced, with the launch record as proof."""
     import kda
+    from kda.chunk_fwd import SAFE_GATE, UNBOUNDED
     from kda.gate import PRECISION as GATE_PRECISION
 
     def proving(route_id: str) -> Callable[[], AbstractContextManager]:
@@ -58,9 +62,29 @@ def own_subject() -> Subject:
             spec = GATE_PRECISION if entry == "gate" else route.precision
             bounded = _wants_bounded if route.id.endswith("safe_gate") else _takes_all
             lacks = _and(fitting.lacks_fused, bounded) if route.id.startswith("fused") else bounded
-            proof, invariant = proving(route.id), route.id != "torch"
-            routes.append(Route(route.id, entry, functions[entry], spec, lacks, context=proof, invariant=invariant))
+            function, origin = functions[entry], f"kda:{functions[entry].__name__}"
+            stages = _staged(route.id) if entry == "chunk" and route.id in (SAFE_GATE, UNBOUNDED) else None
+            shown = {"context": proving(route.id), "invariant": route.id != "torch", "origin": origin, "stages": stages}
+            routes.append(Route(route.id, entry, function, spec, lacks, **shown))
     return Subject("kda", _version("kda-harness"), tuple(routes), foreign=False)
+
+
+def _staged(route_id: str) -> Callable[[Case], dict[str, Tensor]]:
+    """The intermediates of kda's staged kernels."""
+    from kda import contract
+    from kda.chunk_stages import chunk_stages
+
+    def stages(case: Case) -> dict[str, Tensor]:
+        tensors = {name: case.inputs.get(name) for name in DIFFERENTIABLE}
+        words = keywords(case, "chunk")
+        words["scale"] = contract.default_scale(tensors["q"], case.options.scale)
+        call = contract.validate(contract.Call("chunk", **tensors, **words))
+        do = case.inputs.get("do")
+        if do is None and case.problem.gradients:
+            do = torch.zeros_like(tensors["v"])
+        return chunk_stages(call, route_id, do=do, dht=case.inputs.get("dht"))
+
+    return stages
 
 
 def _version(package: str) -> str:
@@ -154,22 +178,26 @@ def _wants_no_safe_gate(problem: Problem) -> str | None:
     return "the unbounded path takes problems without safe_gate" if problem.safe_gate else None
 
 
-def signature_subject(name: str, functions: Mapping[str, Callable], version: str = "") -> Subject:
+def signature_subject(
+    name: str, functions: Mapping[str, Callable], version: str = "", origins: Mapping[str, str] | None = None
+) -> Subject:
     """A subject from callables with fla's signatures, by entry.
 
-    On a function `precision` overrides the assumed PrecisionSpec, and `differentiable = False` drops the gradients.
+    On a function `precision` overrides the assumed PrecisionSpec, `differentiable = False` drops the gradients, and
+    `stages` exposes intermediates (see `Route`). `origins`: entry -> `module:attribute` of the function.
     """
     specs, routes = foreign_specs(), []
     for entry, function in functions.items():
         lacks, known = _accepts(function), _only_known(function)
         declared = getattr(function, "precision", None)
+        shown = {"origin": (origins or {}).get(entry, ""), "stages": getattr(function, "stages", None)}
         if entry == "chunk":
             safe, free = _and(lacks, _wants_safe_gate), _and(lacks, _wants_no_safe_gate)
-            routes.append(Route("chunk-safe_gate", entry, known, declared or specs["chunk-safe_gate"], safe))
-            routes.append(Route("chunk-unbounded", entry, known, declared or specs["chunk-unbounded"], free))
+            routes.append(Route("chunk-safe_gate", entry, known, declared or specs["chunk-safe_gate"], safe, **shown))
+            routes.append(Route("chunk-unbounded", entry, known, declared or specs["chunk-unbounded"], free, **shown))
         else:
             differentiable = getattr(function, "differentiable", True)
-            routes.append(Route(entry, entry, known, declared or specs[entry], lacks, differentiable))
+            routes.append(Route(entry, entry, known, declared or specs[entry], lacks, differentiable, **shown))
     return Subject(name, version, tuple(routes))
 
 
@@ -185,7 +213,9 @@ def fla_subject() -> Subject:
     except ImportError as error:
         raise ValueError(f"subject is 'fla', which cannot be imported: {error}") from None
     functions = {"chunk": chunk_kda, "recurrent": fused_recurrent_kda, "gate": fused_kda_gate}
-    made = signature_subject("fla", functions, _version("fla-core"))
+    module = {"chunk": "fla.ops.kda", "recurrent": "fla.ops.kda", "gate": "fla.ops.kda.gate"}
+    origins = {entry: f"{module[entry]}:{function.__name__}" for entry, function in functions.items()}
+    made = signature_subject("fla", functions, _version("fla-core"), origins)
     routes = (
         replace(route, lacks=_and(route.lacks, _no_tokens), differentiable=route.entry != "recurrent")
         for route in made.routes
@@ -204,23 +234,27 @@ def _entry_of(function: Callable) -> str | None:
     return "gate" if {"g", "A_log"} <= parameters else None
 
 
-def _from_object(name: str, value: object) -> Subject:
-    """A subject from a Subject, a function with one of fla's signatures, what has such functions, or what makes one."""
+def _from_object(name: str, value: object, origin: str) -> Subject:
+    """A subject from a Subject, a function with one of fla's signatures, what has such functions, or what makes one;
+    `origin` is where it was found, `module:attribute`.
+    """
     if isinstance(value, Subject):
         return value
     functions = {entry: getattr(value, attr, None) for attr, entry in ENTRY_OF_NAME.items()}
     functions = {entry: function for entry, function in functions.items() if callable(function)}
     if functions:
-        return signature_subject(name, functions, str(getattr(value, "__version__", "")))
+        names = {entry: attr for attr, entry in ENTRY_OF_NAME.items()}
+        origins = {entry: f"{origin}{'.' if ':' in origin else ':'}{names[entry]}" for entry in functions}
+        return signature_subject(name, functions, str(getattr(value, "__version__", "")), origins)
     if not callable(value):
         raise ValueError(f"subject is {name!r}, which has none of {', '.join(ENTRY_OF_NAME)}")
     entry = _entry_of(value)
     if entry:
-        return signature_subject(name, {entry: value})
+        return signature_subject(name, {entry: value}, origins={entry: origin})
     required = [p for p in inspect.signature(value).parameters.values() if p.default is p.empty and p.kind <= 1]
     if required:
         raise ValueError(f"subject is {name!r}, a callable whose arguments are not those of {', '.join(ENTRY_OF_NAME)}")
-    return _from_object(name, value())
+    return _from_object(name, value(), f"{origin}()")
 
 
 def load_subject(name: str | None = None) -> Subject:
@@ -235,7 +269,7 @@ def load_subject(name: str | None = None) -> Subject:
         return fla_subject()
     for point in metadata.entry_points(group=ENTRY_POINTS):
         if point.name == name:
-            return _from_object(name, point.load())
+            return _from_object(name, point.load(), point.value)
     module, _, attribute = name.partition(":")
     try:
         value: object = importlib.import_module(module)
@@ -246,7 +280,7 @@ def load_subject(name: str | None = None) -> Subject:
         if not hasattr(value, part):
             raise ValueError(f"subject is {name!r}, but {module} has no attribute {attribute}")
         value = getattr(value, part)
-    return _from_object(name, value)
+    return _from_object(name, value, name)
 
 
 def known_subjects() -> Iterable[str]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from harness.census import SEVERITY, Census, Verdict, Wrong, worst
+from harness.census import SEVERITY, Census, Verdict, Wrong, severity, worst
 from harness.exactness import nearly_exact
-from harness.part import Call, Part, resolved
+from harness.part import CONFIRMING, Call, Part, resolved
 from harness.rows import PER_QUERY_HEAD, blocks_of, heads_of, slice_heads, slice_output, tail_of
 from kda.precision import PrecisionSpec
 from oracle.envelope import FLOOR, LIMITS, Limits, output_unit, rms
@@ -17,7 +17,7 @@ from oracle.operator import Options
 from oracle.packing import Layout
 from oracle.rounding import EXACT, FORMAT_OF_DTYPE
 
-__all__ = ["SEVERITY", "Census", "Verdict", "Wrong", "judge", "worst"]
+__all__ = ["SEVERITY", "Census", "Verdict", "Wrong", "judge", "severity", "worst"]
 
 STATE_STEPS = {"cpu": 4e9, "cuda": 2e9}  # replicas x tokens x heads x K x V that are judged; see NOTE [Heads judged]
 PART_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}  # replicas x tokens x heads x width of one part: bounds memory
@@ -184,7 +184,7 @@ class _Case:
     def _again(self, queries: list[int], names: list[str]) -> dict[str, Verdict]:
         found: dict[str, Verdict] = {}
         for part in self._parts(queries, self.call.limits.confirm):
-            verdicts, _ = self._look(part, names, self.call.limits.confirm, self.seed + 1_000_000)
+            verdicts, _ = self._look(part, names, self.call.limits.confirm, self.seed + CONFIRMING)
             found = _merged(found, verdicts)
         return found
 

@@ -44,6 +44,8 @@ class Limits:
         2.0**-22
     )  # where declared rounding moves nothing by more of its scale, a problem is nearly exact,
     near_exact: float = 2.0**-20  # and a kernel may be off by this much, beyond its output's rounding
+    clear: float = 5.0  # a failure this far over its limit is clear ...
+    gross: float = 30.0  # ... and this far gross
     small_row: float = 1 / 128  # rows are measured against at least this share of the block's rms
 
 

@@ -82,7 +82,7 @@ class ChunkModel:
         )
 
 
-class _Chunked:
+class ChunkedRows:
     """Rows in chunks `[M, R, chunks, C, D]` (a partial last chunk padded with inert tokens), and the stages on them.
 
     `gate`: what `rows.g` was before it was clamped; the error of its cumulative sum goes by its true size.
@@ -162,30 +162,33 @@ class _Chunked:
         return total("qk", q), total("kk", k)
 
     def run(self, state: Tensor) -> dict[str, Tensor]:
-        """Every stage by name; `states` are those before each chunk."""
+        """Every stage by name; `states` are those before each chunk.
+
+        `carried` (the states) and `values` (v_new), one tensor per chunk, stay on the path of the gradients.
+        """
         A_qk, A_kk = self.intra()
-        grown = self.exp2("grown", self.G)
+        A_qk, grown = self.scale * A_qk, self.exp2("grown", self.G)
         decayed = (self.q * grown, self.k * grown, self.k * self.exp2("rest", self.G[..., -1:, :] - self.G))
-        stages, step = (self._residual if self.model.form == "residual" else self._wy)(
-            self.scale * A_qk, A_kk, *decayed
-        )
-        scale = self.scale[:, :, 0] if isinstance(self.scale, Tensor) else self.scale
-        states, values, outputs = [], [], []
+        stages, step = (self._residual if self.model.form == "residual" else self._wy)(A_qk, A_kk, *decayed)
+        scale, decay = self.scale[:, :, 0] if isinstance(self.scale, Tensor) else self.scale, grown[..., -1, :]
+        self.carried, self.values, outputs = [state], [], []
         for c in range(self.q.shape[2]):
-            states.append(state)
             inter = self.product("q_state", decayed[0][:, :, c], state, self.model.operand)
             intra, value, gained = step(c, state)
             outputs.append(scale * inter + intra)
-            grown_state = grown[:, :, c, -1, :, None] * state + gained
+            grown_state = decay[:, :, c, :, None] * state + gained
             state = Rounded.apply(grown_state, self.rounding, "chunk.state", self.model.state)
-            values.append(value)
+            self.carried.append(state)
+            self.values.append(value)
         return {
             "G": self.G,
-            "A_qk": self.scale * A_qk,
+            **dict(zip(("q_decayed", "k_decayed", "k_rest"), decayed)),
+            "decay": decay,
+            "A_qk": A_qk,
             "A_kk": A_kk,
             **stages,
-            "states": torch.stack(states, 2),
-            "v_new": torch.stack(values, 2),
+            "states": torch.stack(self.carried[:-1], 2),
+            "v_new": torch.stack(self.values, 2),
             "o": torch.cat(outputs, 2)[:, :, : self.length],
             "state": state,
         }
@@ -223,7 +226,7 @@ class _Chunked:
         return {"inverse": R}, step
 
 
-def _finite_gate(g: Tensor, rounding: Rounding) -> Tensor:
+def finite_gate(g: Tensor, rounding: Rounding) -> Tensor:
     """g with resets that a cumulative sum can subtract again: exp(-200) is below every format's floor."""
     if rounding.replicas or bool((g == -math.inf).any()):
         return g.clamp(min=REPLICA_GATE_FLOOR)
@@ -237,7 +240,9 @@ def forward_stages(rows: Rows, scale: float, model: ChunkModel, rounding: Roundi
     V]` before each chunk, the last `state`, and o `[M, R, T, V]`.
     """
     with torch.no_grad():
-        return _Chunked(replace(rows, g=_finite_gate(rows.g, rounding)), rows.g, scale, model, rounding).run(rows.state)
+        return ChunkedRows(replace(rows, g=finite_gate(rows.g, rounding)), rows.g, scale, model, rounding).run(
+            rows.state
+        )
 
 
 def chunk_core(model: ChunkModel, rounding: Rounding = EXACT) -> Core:
@@ -262,9 +267,9 @@ def _with_gradients(rows: Rows, scale: float, model: ChunkModel, rounding: Round
     """(the stages, the gradients of sum(o do) + sum(state dstate) by name)."""
     names = ("q", "k", "v", "g", "beta", "state")
     with torch.enable_grad():
-        plain = replace(rows, g=_finite_gate(rows.g, rounding))
+        plain = replace(rows, g=finite_gate(rows.g, rounding))
         leaves = [getattr(plain, name).detach().clone().requires_grad_() for name in names]
-        stages = _Chunked(Rows(*leaves), rows.g, scale, model, rounding).run(leaves[-1])
+        stages = ChunkedRows(Rows(*leaves), rows.g, scale, model, rounding).run(leaves[-1])
         ends = [stages["o"], stages["state"]]
         arriving = [do.expand_as(stages["o"]), dstate.expand_as(stages["state"])]
         found = dict(zip(names, torch.autograd.grad(ends, leaves, arriving)))

@@ -8,8 +8,13 @@ from types import SimpleNamespace
 import torch
 
 import kda
+from harness.call import DIFFERENTIABLE, keywords
 from harness.subject import Route, Subject
-from kda.fused_recurrent import PRECISION
+from kda import contract
+from kda.chunk_bwd import PRECISION, chunk_kda_staged
+from kda.chunk_fwd import UNBOUNDED
+from kda.chunk_stages import chunk_stages
+from kda.fused_recurrent import PRECISION as RECURRENT
 
 
 def _right(**kwargs):
@@ -52,9 +57,61 @@ def _uses_the_future(**kwargs):
 
 
 uses_the_future = Subject(
-    "uses_the_future", "", (Route("chunk-unbounded", "chunk", _uses_the_future, PRECISION, invariant=True),)
+    "uses_the_future", "", (Route("chunk-unbounded", "chunk", _uses_the_future, RECURRENT, invariant=True),)
 )
-right, wrong, segfault, segfault_on_two_heads, hang, random, vandal = (
+
+
+def _short(**kwargs):
+    o, *rest = _right(**kwargs)
+    return (o[:, :-1], *rest)
+
+
+def _crash(**kwargs):
+    raise RuntimeError("invalid configuration")
+
+
+def _leaky(**kwargs):
+    """The last head of a sequence starts from where the sequence before it ended."""
+    with torch.no_grad():
+        _, ends, *_ = _right(**{**kwargs, "output_final_state": True})
+    start = torch.zeros_like(ends) if kwargs.get("initial_state") is None else kwargs["initial_state"]
+    leak = torch.zeros_like(ends)
+    leak[1:, -1] = ends[:-1, -1]
+    return _right(**{**kwargs, "initial_state": start + leak})
+
+
+def _staged(**kwargs):
+    """kda's staged kernels, called by name, with their intermediates."""
+    o, ht, h = chunk_kda_staged(_call(kwargs), UNBOUNDED)
+    return (o, ht, h) if kwargs.get("return_intermediate_states") else (o, ht)
+
+
+def _call(words):
+    words = {**words, "scale": contract.default_scale(words["q"], words.get("scale"))}
+    return contract.validate(contract.Call("chunk", **words))
+
+
+def _stages(case):
+    tensors = {name: case.inputs.get(name) for name in DIFFERENTIABLE}
+    call = _call({**tensors, **keywords(case, "chunk")})
+    return chunk_stages(call, UNBOUNDED, do=case.inputs.get("do"), dht=case.inputs.get("dht"))
+
+
+_staged.precision, _staged.stages = PRECISION[UNBOUNDED], _stages
+
+right, wrong, short, crash, leaky, staged, segfault, segfault_on_two_heads, hang, random, vandal = (
     SimpleNamespace(chunk_kda=function)
-    for function in (_right, _wrong, _segfault, _segfault_on_two_heads, _hang, _random, _vandal)
+    for function in (
+        _right,
+        _wrong,
+        _short,
+        _crash,
+        _leaky,
+        _staged,
+        _segfault,
+        _segfault_on_two_heads,
+        _hang,
+        _random,
+        _vandal,
+    )
 )

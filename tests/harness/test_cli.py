@@ -35,9 +35,11 @@ def test_a_finding_exits_1_and_can_be_replayed(tmp_path, capsys):
     status = check(tmp_path, "--subject", f"{SUBJECTS}:wrong", "--families", "impulse", "--budget", "40s")
     shown = capsys.readouterr().out
     assert status == 1
-    assert "BUG chunk-unbounded o: BUG" in shown
+    assert "BUG: o of chunk-unbounded (" in shown
     (path, *_) = tmp_path.glob("*/chunk-unbounded-o-bug-*/problem.json")
     assert isinstance(Problem.load(path), Problem)
+    assert "BUG: o of chunk-unbounded" in (path.parent / "report.html").read_text()
+    assert f'href="{path.parent.name}/report.html"' in (path.parents[1] / "index.html").read_text()
     assert (
         main(["replay", str(path), "--subject", f"{SUBJECTS}:wrong", "--device", "cpu", "--report", str(tmp_path)]) == 1
     )
@@ -143,4 +145,4 @@ def test_one_broken_line_is_found_and_named(fault, tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert f"BUG recurrent {quantity}: BUG" in done.stdout
+    assert f"BUG: {quantity} of recurrent (" in done.stdout

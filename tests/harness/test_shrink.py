@@ -36,3 +36,12 @@ def test_every_candidate_is_legal_and_none_is_tried_twice():
 
 def test_time_is_a_limit():
     assert shrink(BIG, lambda problem: True, seconds=0) == BIG
+
+
+def test_no_step_leads_back():
+    """A step that is no simplification would let two problems take turns until the time is up."""
+    for member in FAMILIES:
+        tried: list[Problem] = []
+        small = shrink(member.examples[0], lambda problem: True, seconds=20)
+        shrink(small, lambda problem, tried=tried: tried.append(problem) or True, seconds=20)
+        assert tried == [], member.name

@@ -1,0 +1,228 @@
+"""Authority on the diagnosis of a finding: five lines that say what is wrong, where, how, its needs, which stage."""
+
+import math
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from harness import necessity, repeats, stage_trace
+from harness.call import Route
+from harness.field import Field, form, measure
+from harness.localise import Location, locate
+from harness.necessity import Trial
+from harness.problem import Problem, materialise
+from harness.repeats import Spread
+from harness.results import FAILURES, Finding
+from harness.rows import PER_QUERY_HEAD
+from harness.runner import Checked, Runner
+from harness.stage_trace import StageRatio
+from harness.verdict import Verdict
+
+MEASURED_STEPS = 5e7  # replicas of a field: tokens x heads x K x V; beyond it only the heads of the worst elements
+SHARE_OF_TRIALS = 0.7  # of the time of a diagnosis, at most
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything that is known of one finding; `lines` are its five lines, (label, text)."""
+
+    finding: Finding
+    subject: str
+    route: Route
+    device: str
+    verdicts: tuple[Verdict, ...]
+    fields: Mapping[str, Field]
+    form: tuple[list[int], torch.dtype | None] | None  # that the failing quantity must have
+    location: Location | None
+    trials: tuple[Trial, ...]
+    stages: tuple[StageRatio, ...]
+    untraced: str  # why there are no stages
+    spreads: tuple[Spread, ...]
+    lines: tuple[tuple[str, str], ...]
+
+    @property
+    def field(self) -> Field | None:
+        """That of the failing quantity; None where there are no numbers to compare."""
+        return self.fields.get(self.finding.quantity)
+
+
+def diagnose(runner: Runner, finding: Finding, seed: int = 0, seconds: float = 20.0) -> Diagnosis:
+    """Look at a finding from every side, within about `seconds`; a later look is left out, never the ones before."""
+    deadline = time.monotonic() + seconds
+    problem, route = finding.problem, runner.subject.route(finding.route, finding.problem.entry)
+    lost = finding.klass == "HANG" or runner.poisoned  # another call would cost the watchdog's time, or mean nothing
+    checked = (
+        Checked(problem, route.id)
+        if lost
+        else runner.check(route.id, problem, repeat=True, seed=seed, forms=(finding.variant,))
+    )
+    mine = [v for v in checked.verdicts if (v.quantity, v.klass) == (finding.quantity, finding.klass)]
+    if mine:
+        finding = replace(finding, ratio=mine[0].ratio, message=str(mine[0]))
+    fields = _fields(runner, route, finding, checked, mine[0] if mine else None, seed)
+    spreads = _spreads(runner, route, finding, checked, deadline)
+    location = _location(finding, fields, checked)
+    stages, untraced = [], "no time for a stage trace"
+    if not lost and finding.klass != "CRASH" and time.monotonic() < deadline:
+        stages, untraced = stages_of(runner, route, problem, seed)
+
+    def fails(candidate: Problem) -> bool | None:
+        verdict = runner.verdict_like(finding, candidate, seed)
+        return None if verdict is None else verdict.klass in FAILURES
+
+    left = min(SHARE_OF_TRIALS * seconds, deadline - time.monotonic())
+    trials = [] if lost else necessity.trials(problem, fails, left)
+    made = Diagnosis(
+        finding=finding,
+        subject=f"{runner.subject.name} {runner.subject.version}".strip(),
+        route=route,
+        device=runner.device,
+        verdicts=tuple(checked.verdicts),
+        fields=fields,
+        form=None if lost else _form(runner, route, finding),
+        location=location,
+        trials=tuple(trials),
+        stages=tuple(stages),
+        untraced=untraced,
+        spreads=tuple(spreads),
+        lines=(),
+    )
+    return replace(made, lines=_lines(made))
+
+
+def _fields(
+    runner: Runner, route: Route, finding: Finding, checked: Checked, verdict: Verdict | None, seed: int
+) -> Mapping[str, Field]:
+    if not checked.runs:
+        return {}
+    problem = finding.problem
+    case = materialise(problem, runner.oracle_device(problem))
+    queries = None
+    if sum(problem.lengths) * problem.value_heads * problem.K * problem.V > MEASURED_STEPS and verdict is not None:
+        queries = sorted({_query_head(finding, wrong.index) for wrong in verdict.census.worst[:1]}) or [0]
+    spec = route.judged_by(problem)
+    return measure(
+        case.inputs, case.options, checked.runs[0], entry=problem.entry, spec=spec, queries=queries, seed=seed
+    )
+
+
+def _query_head(finding: Finding, index: tuple[int, ...]) -> int:
+    """The query head of an element, by the caller's index of its quantity."""
+    axis = {"ht": 1, "dh0": 1, "dA_log": 0}.get(finding.quantity, 2)
+    head = index[0] // finding.problem.K if finding.quantity == "ddt_bias" else index[axis]
+    return head if finding.quantity in PER_QUERY_HEAD else head // finding.problem.group
+
+
+def _form(runner: Runner, route: Route, finding: Finding) -> tuple[list[int], torch.dtype | None] | None:
+    problem = finding.problem
+    if finding.quantity not in problem.quantities():
+        return None
+    case = materialise(problem, runner.oracle_device(problem))
+    return form(case, finding.quantity, problem.entry, route.judged_by(problem))
+
+
+def _location(finding: Finding, fields: Mapping[str, Field], checked: Checked) -> Location | None:
+    """Where the failing quantity is wrong; where two calls differ, if that is the failure."""
+    name = finding.quantity
+    if name not in fields or finding.variant:
+        return None
+    if finding.klass != "NONDETERMINISTIC":
+        return locate(fields[name], finding.problem)
+    first, second = (run[name].double().cpu() for run in checked.runs[:2])
+    return locate(Field(name, second, first, torch.zeros_like(first)), finding.problem)
+
+
+def _spreads(runner: Runner, route: Route, finding: Finding, checked: Checked, deadline: float) -> list[Spread]:
+    """How calls differ, from more of them where the first two did."""
+    runs = list(checked.runs)
+    while runs and repeats.spreads(runs) and len(runs) < repeats.RUNS and time.monotonic() < deadline:
+        again = runner.run(route, finding.problem)
+        if again.status != "ran":
+            break
+        runs.append(again.outputs)
+    return repeats.spreads(runs) if runs else []
+
+
+def stages_of(runner: Runner, route: Route, problem: Problem, seed: int) -> tuple[list[StageRatio], str]:
+    """(every stage of a call against its envelope, why there is none)."""
+    traced = runner.run(route, problem, stages=True)
+    if traced.status != "ran":
+        return [], traced.message.splitlines()[0]
+    case = materialise(problem, runner.oracle_device(problem))
+    return stage_trace.hold(traced.outputs, case, route.judged_by(problem), seed), ""
+
+
+def _lines(made: Diagnosis) -> tuple[tuple[str, str], ...]:
+    return (
+        ("what", _what(made)),
+        ("where", _where(made)),
+        ("how", _how(made)),
+        ("needs", necessity.summary(list(made.trials))),
+        ("stage", _stage(made)),
+    )
+
+
+def _what(made: Diagnosis) -> str:
+    finding, place = made.finding, made.location
+    head = f"{finding.klass}: {finding.quantity} of {finding.route} ({made.subject})"
+    if finding.klass in ("CRASH", "HANG") or place is None:
+        return f"{head}: {finding.message.splitlines()[0]}"
+    if finding.klass == "NONDETERMINISTIC":
+        return f"{head} differs from call to call"
+    far = f"{finding.ratio:.3g} x its limit"
+    if math.isinf(finding.ratio):
+        far = f"{place.nonfinite} not finite" if place.nonfinite else "where no error is allowed"
+    if place.alone:
+        return f"{head}: {place.wrong} of {place.elements} elements wrong, {far}"
+    if _statistic(finding) == "near exact":
+        return f"{head}: {far}, where the declared rounding moves nothing"
+    return f"{head}: no element alone is out, together they are ({_statistic(finding)}, {far})"
+
+
+def _statistic(finding: Finding) -> str:
+    found = re.search(r", (\w+) at ", finding.message)
+    return found[1].replace("_", " ") if found else "their sum"
+
+
+def _where(made: Diagnosis) -> str:
+    place = made.location
+    if made.finding.variant:
+        return f"between the call and another form of it ({made.finding.variant})"
+    if place is None:
+        files = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', made.finding.message)
+        return f"{files[-1][0]}:{files[-1][1]} in {files[-1][2]}" if files else "no numbers to look at"
+    index = "".join(f"[{i}]" for i in place.first)
+    at = ", ".join(f"{axis} {value}" for axis, value in place.first_at.items() if len(place.counts[axis]) > 1)
+    return f"{place.where}; first at {made.finding.quantity}{index}" + (f" ({at})" if at else "")
+
+
+def _how(made: Diagnosis) -> str:
+    if made.spreads:
+        return str(made.spreads[0])
+    if made.finding.variant:
+        return made.finding.message.partition("; ")[2]
+    if made.location is None:
+        lines = made.finding.message.strip().splitlines()
+        return lines[-1] if len(lines) > 1 else "the call returned nothing to compare"
+    return f"{made.location.relation}; first: {_first(made)}"
+
+
+def _first(made: Diagnosis) -> str:
+    field, at = made.field, made.location.first
+    got, expected, allowed = (float(x[at]) for x in (field.got, field.expected, field.tolerance))
+    return f"got {got:.6g}, expected {expected:.6g} +- {allowed:.2g}"
+
+
+def _stage(made: Diagnosis) -> str:
+    stages = made.stages
+    if not stages:
+        return f"not known: {made.untraced}"
+    first = stage_trace.first_outside(list(stages))
+    if first is None:
+        return f"every stage is inside its envelope: what makes {made.finding.quantity} of them is at fault"
+    inside = [stage.stage for stage in stages[: [s.stage for s in stages].index(first.stage)] if stage.ratio <= 1]
+    before = f"; {', '.join(inside)} before it are inside" if inside else ", the first of all"
+    return f"{first.stage} is the first outside its envelope ({first.ratio:.3g} x its limit){before}"

@@ -1,0 +1,146 @@
+"""A counterexample on its own: needs torch and the kernel's package. Exit status 1 while the fault lasts, 0 without it.
+
+SUMMARY
+
+Without a GPU the kernel runs in Triton's interpreter, whose arithmetic in bf16 is not that of a GPU.
+"""
+
+import base64
+import contextlib
+import faulthandler
+import importlib
+import math
+import os
+import sys
+import warnings
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+SECONDS = 600  # a call that takes longer hangs
+CALLS = 5  # to see whether results are the same every time
+SHOWN = 8
+inf, nan = math.inf, math.nan
+
+
+def numbers(dtype, shape, values):
+    return torch.tensor(values, dtype=getattr(torch, dtype)).reshape(shape)
+
+
+def packed(dtype, shape, text):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=getattr(torch, dtype)).reshape(shape)
+
+
+# <embedded>
+MODULE, ROOT, EXPRESSION = "", "", ""
+ROUTE = None
+ENTRY, QUANTITY, CLASS = "", "", ""
+OUTPUTS = ()
+GRADIENTS = {}
+KEYWORDS = {}
+TENSORS = {}
+SHAPE, DTYPE = None, None
+EXPECTED = None
+TOLERANCE = None
+ALLOWED_RMS = None
+# </embedded>
+
+
+def kernel_and_context():
+    module = importlib.import_module(MODULE)
+    if ROUTE is not None:
+        return eval(EXPRESSION, vars(module)), lambda: module.force_route(ROUTE)
+    return eval(EXPRESSION, {ROOT: getattr(module, ROOT)}), contextlib.nullcontext
+
+
+def call():
+    """(every output and gradient by name, the arguments that the call changed)"""
+    kernel, context = kernel_and_context()
+    given = {name: x.clone().to(DEVICE) for name, x in TENSORS.items()}
+    arriving = {name: given.pop(name) for name in ("do", "dht") if name in given}
+    leaves = [given[name].requires_grad_() for name in GRADIENTS.values()]
+    with context():
+        returned = kernel(**given, **KEYWORDS)
+        results = returned if isinstance(returned, tuple) else (returned,)
+        found = {name: x for name, x in zip(OUTPUTS, results) if x is not None}
+        if leaves:
+            pairs = [(found[n], arriving[d]) for n, d in (("o", "do"), ("ht", "dht")) if n in found and d in arriving]
+            pairs = [(x, grad) for x, grad in pairs if x.requires_grad]
+            grads = torch.autograd.grad([x for x, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
+            zeros = (torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads))
+            found.update(zip(GRADIENTS, zeros))
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    changed = [name for name, x in given.items() if not same_bits(x, TENSORS[name])]
+    return {name: x.detach().cpu() for name, x in found.items()}, changed
+
+
+def same_bits(a, b):
+    as_bytes = [x.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*as_bytes)
+
+
+def place(flat, shape):
+    index = []
+    for size in reversed(shape):
+        index.append(flat % size)
+        flat //= size
+    return QUANTITY + "".join(f"[{i}]" for i in reversed(index))
+
+
+def compared(got):
+    """True while the quantity is wrong; prints its worst elements."""
+    form = None if got is None else (list(got.shape), str(got.dtype).removeprefix("torch."))
+    if form is None or form[0] != SHAPE or form[1] != (DTYPE or form[1]):
+        print(f"{QUANTITY}: got {form}, expected {SHAPE, DTYPE}")
+        return True
+    if EXPECTED is None:
+        return False
+    value = got.double()
+    error = (value - EXPECTED).abs()
+    measured = ~TOLERANCE.isnan()
+    ratio = torch.where(error > 0, error / TOLERANCE, torch.zeros_like(error))
+    ratio = torch.where(value.isfinite(), ratio, torch.full_like(ratio, inf))
+    ratio = torch.where(measured, ratio, torch.zeros_like(ratio)).flatten()
+    for flat in torch.argsort(ratio, descending=True)[:SHOWN].tolist():
+        numbers = [float(x.flatten()[flat]) for x in (value, EXPECTED, TOLERANCE)]
+        print(f"{place(flat, got.shape):24} got {numbers[0]:<14.7g} expected {numbers[1]:.7g} +- {numbers[2]:.2g}")
+    over = int((~(ratio <= 1)).sum())
+    print(f"{QUANTITY}: {over} of {ratio.numel()} elements are over their tolerance")
+    if ALLOWED_RMS is None:
+        return over > 0
+    rms = float((value - EXPECTED).nan_to_num().square().mean().sqrt())
+    print(f"{QUANTITY}: root mean square error {rms:.3g}, at most {ALLOWED_RMS:.3g} is rounding")
+    return over > 0 or rms > ALLOWED_RMS
+
+
+def differs(first):
+    """True while the quantity, or any other one, is not the same bits in every call."""
+    runs = [first, *(call()[0] for _ in range(CALLS - 1))]
+    unsteady = [name for name in first if not all(same_bits(run[name], first[name]) for run in runs)]
+    for name in unsteady:
+        widest = max(float((run[name].double() - first[name].double()).abs().max()) for run in runs)
+        print(f"{name}: differs between {CALLS} calls, by up to {widest:.3g}")
+    return bool(unsteady)
+
+
+def main():
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    found, changed = call()
+    if QUANTITY == "inputs":
+        wrong = bool(changed)
+        print(f"arguments that the call changed: {', '.join(changed) or 'none'}")
+    elif CLASS == "NONDETERMINISTIC":
+        wrong = differs(found)
+    else:
+        wrong = SHAPE is not None and compared(found.get(QUANTITY))
+    print("the fault is there" if wrong else "the fault is gone")
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Authority on every stage of a whole chunkwise call, forward and backward: what a stage trace is held to."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from oracle.operator import Formats, Inputs, Options, evaluate
+from oracle.packing import Layout
+from oracle.recurrence import Rows
+from oracle.rounding import EXACT, Rounding
+from oracle.stages import ChunkedRows, ChunkModel, finite_gate
+
+FORWARD = ("q_decayed", "k_decayed", "k_rest", "decay", "A_qk", "A_kk", "inverse", "w", "u", "states", "v_new")
+BACKWARD = ("dA_qk", "dh", "dv_new", "z", "dA_kk")
+WITHOUT_TOKENS = ("decay", "states", "dh")
+LOWER = {"A_qk": 0, "A_kk": -1, "inverse": 0, "dA_qk": 0, "dA_kk": -1}
+
+
+def trace_stages(
+    inputs: Inputs,
+    options: Options,
+    model: ChunkModel,
+    *,
+    gradients: bool,
+    rounding: Rounding = EXACT,
+    formats: Formats | None = None,
+) -> dict[str, Tensor]:
+    """Every stage by name, float64, by chunk slot and value head, with a leading replica axis if the rounding has one.
+
+    A_qk, A_kk, inverse `[slots, HV, C, C]`, their lower triangles; q_decayed, k_decayed, k_rest, w `[slots, HV, C, K]`;
+    u, v_new `[slots, HV, C, V]`; decay `[slots, HV, K]`; states, before each chunk, `[slots, HV, K, V]` (V-first
+    swaps). With `gradients` those of sum(o do) + sum(ht dht) by the stages: dA_qk, dA_kk, dv_new, z = inverse^T dv_new,
+    and dh, by the state behind each chunk. Slots are those of one sequence after the other; rows past the end
+    of a sequence are 0.
+    """
+    recorder = _Recorder(model, rounding, gradients)
+    options = replace(options, intermediates=False)
+    evaluate(inputs, options, gradients=gradients, rounding=rounding, formats=formats, core=recorder)
+    layout = Layout.of(*inputs["q"].shape[:2], inputs.get("cu_seqlens"))
+    stages = recorder.by_slot(layout, inputs["v"].shape[2], inputs["q"].device)
+    for name in ("states", "dh") if options.state_v_first else ():
+        if name in stages:
+            stages[name] = stages[name].mT
+    return stages if rounding.replicas else {name: x[0] for name, x in stages.items()}
+
+
+@dataclass
+class _Recorder:
+    """A core of `operator.evaluate` that keeps the stages of every group of sequences it is asked for."""
+
+    model: ChunkModel
+    rounding: Rounding
+    gradients: bool
+    groups: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def __call__(
+        self, rows: Rows, scale: float, do: Tensor | None, dstate: Tensor | None, chunk: int | None
+    ) -> dict[str, Tensor]:
+        plain = replace(rows, g=finite_gate(rows.g, self.rounding))
+        names = ("q", "k", "v", "g", "beta", "state")
+        with torch.set_grad_enabled(self.gradients):
+            leaves = [getattr(plain, name).detach().clone().requires_grad_(self.gradients) for name in names]
+            chunked = ChunkedRows(Rows(*leaves), rows.g, scale, self.model, self.rounding)
+            stages = chunked.run(leaves[-1])
+            if self.gradients:
+                stages |= self._backward(chunked, stages, do, dstate)
+        kept = (*FORWARD, *(BACKWARD if self.gradients else ()))
+        self.groups.append({name: stages[name].detach() for name in kept if name in stages})
+        return {"o": stages["o"].detach(), "state": stages["state"].detach()}
+
+    def _backward(
+        self, chunked: ChunkedRows, stages: dict[str, Tensor], do: Tensor, dstate: Tensor
+    ) -> dict[str, Tensor]:
+        ends = [stages["o"], stages["state"]]
+        arriving = [do.expand_as(ends[0]), dstate.expand_as(ends[1])]
+        behind, values = chunked.carried[1:], chunked.values
+        wanted = [stages["A_qk"], stages["A_kk"], *behind, *values]
+        dA_qk, dA_kk, *rest = torch.autograd.grad(ends, wanted, arriving)
+        dv_new = torch.stack(rest[len(behind) :], 2)
+        z = chunked.product("z", stages["inverse"].mT, dv_new, self.model.operand)
+        return {"dA_qk": dA_qk, "dA_kk": dA_kk, "dh": torch.stack(rest[: len(behind)], 2), "dv_new": dv_new, "z": z}
+
+    def by_slot(self, layout: Layout, value_heads: int, device: torch.device) -> dict[str, Tensor]:
+        slots, out = layout.chunk_slots(self.model.chunk), {}
+        groups = [group for group in layout.groups(device) if group.length]
+        if len(groups) != len(self.groups):
+            raise ValueError(f"inputs have {layout.rows} rows, too many to trace: each length must fit one block")
+        for group, stages in zip(groups, self.groups):
+            counts = (group.length - torch.arange(0, group.length, self.model.chunk, device=device)).clamp(
+                max=self.model.chunk
+            )
+            inside = torch.arange(self.model.chunk, device=device) < counts[:, None]
+            for name, x in stages.items():
+                x = x if name in WITHOUT_TOKENS else torch.where(inside[..., None], x, 0.0)
+                x = torch.tril(x, LOWER[name]) if name in LOWER else x
+                x = x.unflatten(1, (-1, value_heads)).transpose(2, 3)  # [M, sequences, chunks, HV, ..]
+                out.setdefault(name, x.new_zeros(x.shape[0], slots[-1], *x.shape[3:]))
+                for place, sequence in enumerate(group.sequences.tolist()):
+                    out[name][:, slots[sequence] : slots[sequence + 1]] = x[:, place]
+        return out

@@ -1,0 +1,223 @@
+"""Report folders: complete, readable back, harmless whatever a subject says, and nothing lost where they cannot be."""
+
+import errno
+import faulthandler
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from harness import results
+from harness.diagnose import Diagnosis, diagnose
+from harness.problem import Edit, Problem, materialise
+from harness.report import folder
+from harness.report.markdown import MOST_CHARACTERS, markdown
+from harness.report.page import page
+from harness.results import Finding, Report, environment
+from harness.runner import Runner
+from harness.subject import load_subject
+from harness.verdict import Verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+SUBJECTS = "tests.harness.subjects"
+PROBLEM = Problem(entry="chunk", lengths=(3, 2), packed=True, tail=1, heads=2, K=2, V=2, v="ramp", q="ramp", g="slow")
+TOGETHER = Problem(  # no element alone is over its tolerance
+    **{"entry": "chunk", "lengths": (5, 3), "packed": True, "K": 4, "V": 4, "heads": 2, "initial_state": True},
+    **{"v": "gauss", "q": "unit", "g": "mild", "do": "gauss"},
+)
+FILES = {"report.html", "report.md", "problem.json", "expected.safetensors", "reproduce.py"}
+
+
+def diagnosis(
+    tmp_path: Path, subject: str, quantity: str, problem: Problem = PROBLEM, seconds: float = 0.0
+) -> Diagnosis:
+    runner = Runner(load_subject(f"{SUBJECTS}:{subject}"), "cpu", tmp_path, isolated=False)
+    verdicts = runner.check("chunk-unbounded", problem, repeat=True).verdicts
+    verdict = next(v for v in verdicts if v.quantity == quantity and v.klass in results.FAILURES)
+    return diagnose(runner, Finding.of("chunk-unbounded", verdict, problem), seconds=seconds)
+
+
+def written(tmp_path: Path, made: Diagnosis) -> Path:
+    finding = folder.write(made, Report(tmp_path), environment("cpu"))
+    return Path(finding.path).parent
+
+
+def reproduced(script: Path, **environment: str) -> subprocess.CompletedProcess:
+    """reproduce.py in a process that can import the subject and nothing else of this repository by accident."""
+    given = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run([sys.executable, script.name], cwd=script.parent, env=given, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def leaky(tmp_path_factory) -> tuple[Diagnosis, Path]:
+    tmp_path = tmp_path_factory.mktemp("leaky")
+    made = diagnosis(tmp_path, "leaky", "o")
+    return made, written(tmp_path, made)
+
+
+def test_five_lines_name_the_place(leaky):
+    lines = dict(leaky[0].lines)
+    assert list(lines) == ["what", "where", "how", "needs", "stage"]
+    assert lines["what"].startswith("BUG: o of chunk-unbounded (tests.harness.subjects:leaky): 4 of 24 elements wrong")
+    assert lines["where"].startswith("sequence 1 of 2;")
+    assert "value head 1 of 2; first at o[0][3][1][0] (sequence 1, token 0" in lines["where"]
+
+
+def test_the_folder_is_complete_and_reads_back(leaky):
+    made, where = leaky
+    assert {path.name for path in where.iterdir()} == FILES
+    assert Problem.load(where / "problem.json") == PROBLEM
+    found = json.loads((where / "problem.json").read_text())["found"]
+    assert (found["quantity"], found["class"], found["diagnosis"]) == ("o", "BUG", dict(made.lines))
+    tensors, field = load_file(where / "expected.safetensors"), made.field
+    assert tensors["inputs.q"].equal(materialise(PROBLEM).inputs["q"])
+    for name in ("got", "expected", "tolerance"):
+        assert tensors[f"{name}.o"].equal(getattr(field, name))
+    assert int(field.wrong.sum()) == 4
+
+
+def test_the_script_exits_1_with_the_discrepancy_and_0_without_the_fault(leaky, tmp_path):
+    script = leaky[1] / "reproduce.py"
+    failed = reproduced(script)
+    assert failed.returncode == 1, failed.stderr
+    assert "o: 4 of 24 elements are over their tolerance\nthe fault is there" in failed.stdout
+    assert "o[0][3][1][" in failed.stdout.splitlines()[0]
+    imports = [line.split()[1] for line in script.read_text().splitlines() if line.startswith(("import ", "from "))]
+    assert set(imports) <= {*sys.stdlib_module_names, "torch"}
+    repaired = tmp_path / "reproduce.py"
+    repaired.write_text(script.read_text().replace("leaky", "right"))
+    gone = reproduced(repaired)
+    assert gone.returncode == 0, gone.stderr
+    assert "o: 0 of 24 elements are over their tolerance\nthe fault is gone" in gone.stdout
+
+
+def loaded(text: str) -> dict:
+    """The names of a script that has been read but not run."""
+    space: dict = {"__name__": "script"}
+    exec(compile(text, "reproduce.py", "exec"), space)
+    return space
+
+
+def status_of(text: str) -> int:
+    try:
+        return loaded(text)["main"]()
+    except RuntimeError:
+        return 1
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize(
+    "subject, quantity, problem, said",
+    [
+        ("vandal", "inputs", PROBLEM, "arguments that the call changed: v"),
+        ("random", "o", PROBLEM, "o: differs between 5 calls"),
+        ("wrong", "dbeta", TOGETHER, "is rounding"),
+        ("short", "o", replace(PROBLEM, loss="none"), "expected ([1, 6, 2, 2], 'float32')"),
+        ("crash", "call", PROBLEM, ""),
+    ],
+    ids=["inputs", "nondeterministic", "together", "shape", "crash"],
+)
+def test_the_script_of_every_kind_of_failure(subject, quantity, problem, said, tmp_path, capfd):
+    text = (written(tmp_path, diagnosis(tmp_path, subject, quantity, problem)) / "reproduce.py").read_text()
+    assert status_of(text) == 1
+    assert said in capfd.readouterr().out
+    assert status_of(text.replace(f"{subject}.chunk", "right.chunk").replace(f"'{subject}'", "'right'")) == 0
+
+
+def test_embedded_inputs_are_bit_for_bit_those_of_the_problem(tmp_path):
+    """Large tensors as base64, small ones as numbers: bf16, fp16, infinities and -0.0 included."""
+    edits = (Edit("v", (0, 0, 0), -0.0), Edit("g", (1, 0, 0), float("-inf")))
+    problem = replace(PROBLEM, lengths=(30, 9), dtype="bf16", gate_dtype="fp16", v="gauss", edits=edits)
+    script = loaded((written(tmp_path, diagnosis(tmp_path, "leaky", "o", problem)) / "reproduce.py").read_text())
+    inputs = materialise(problem).inputs
+    assert set(script["TENSORS"]) == set(inputs)
+    for name, x in script["TENSORS"].items():
+        assert script["same_bits"](x, inputs[name]), name
+
+
+def test_a_hang_is_not_called_again(tmp_path):
+    """Every further call would cost the watchdog's whole time."""
+    runner = Runner(load_subject(f"{SUBJECTS}:hang"), "cpu", tmp_path, isolated=False)
+    verdict = Verdict("call", "HANG", math.inf, "hang", "no answer within 120 s")
+    made = diagnose(runner, Finding.of("chunk-unbounded", verdict, PROBLEM), seconds=60)
+    assert dict(made.lines)["what"].endswith("no answer within 120 s")
+    assert made.trials == () and made.fields == {} and made.location is None
+    assert {path.name for path in written(tmp_path, made).iterdir()} == FILES
+
+
+def test_markdown_fits_an_issue_and_has_the_numbers(leaky):
+    text = (leaky[1] / "report.md").read_text()
+    assert text.startswith("## BUG: o of chunk-unbounded\n")
+    assert "| o[0][3][1][" in text and f"@example({PROBLEM!r})" in text
+    assert "| 0 of sequence 1 | 1 | " in text
+    made = replace(leaky[0], lines=(("what", "x" * MOST_CHARACTERS),))
+    assert len(markdown(made, materialise(PROBLEM), environment("cpu"))) < MOST_CHARACTERS
+
+
+HOSTILE = '</script><script>alert(1)</script><img src="http://example.invalid/x">'
+
+
+def test_what_a_subject_says_stays_text(leaky):
+    made = leaky[0]
+    finding = replace(made.finding, message=HOSTILE, klass="CRASH")
+    made = replace(
+        made,
+        subject=HOSTILE,
+        finding=finding,
+        lines=(("what", HOSTILE),),
+        fields={"o": replace(made.field, quantity=HOSTILE)},
+    )
+    html = page(made, materialise(PROBLEM), environment("cpu"))
+    assert html.count("<script") == 2 and "<img" not in html
+    assert "default-src 'none'" in html
+
+
+def full_disk(monkeypatch, name: str) -> None:
+    replacing = os.replace
+
+    def refuse(source, target):
+        if Path(target).name == name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replacing(source, target)
+
+    monkeypatch.setattr(results.os, "replace", refuse)
+
+
+def test_a_disk_that_fills_up_costs_only_what_did_not_fit(leaky, tmp_path, monkeypatch, capsys):
+    full_disk(monkeypatch, "expected.safetensors")
+    where = written(tmp_path, leaky[0])
+    assert {path.name for path in where.iterdir()} == FILES - {"expected.safetensors"}
+    assert "expected.safetensors could not be written ([Errno 28] No space left on device)" in capsys.readouterr().err
+
+
+def test_a_problem_that_cannot_be_written_is_printed(leaky, tmp_path, monkeypatch, capsys):
+    full_disk(monkeypatch, "problem.json")
+    finding = folder.write(leaky[0], Report(tmp_path), environment("cpu"))
+    said = capsys.readouterr().err
+    assert finding.path == "" and "No space left on device" in said
+    assert Problem.from_json(said[said.index("{") :]) == PROBLEM
+
+
+def test_a_folder_that_is_read_only_is_said(leaky, tmp_path, capsys):
+    report = Report(tmp_path)
+    report.folder.write_text("a file where the folder should be")  # root may write to read-only folders
+    finding = folder.write(leaky[0], report, environment("cpu"))
+    assert finding.path == ""
+    assert folder.write_index([finding], report, "leaky", 0) is None
+    assert "index.html could not be written" in capsys.readouterr().err
+
+
+def test_the_index_has_every_finding_the_worst_first(leaky, tmp_path):
+    report = Report(tmp_path)
+    finding = folder.write(leaky[0], report, environment("cpu"))
+    others = [replace(finding, id=f"other{ratio}", ratio=ratio) for ratio in (2.0, float("inf"))]
+    text = folder.write_index([others[0], finding, others[1]], report, "leaky", 0).read_text()
+    places = [text.index(f'href="{one.id}/report.html"') for one in (others[1], finding, others[0])]
+    assert places == sorted(places) and "<h1>3 findings</h1>" in text
