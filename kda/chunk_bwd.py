@@ -40,7 +40,7 @@ def backward(
     blank = functools.partial(allocate_tokens, call)
     fp32 = {"dtype": torch.float32}
     where = (index.rows, index.counts)
-    state = {"C": C, **plan.state_tile(call)}
+    state = {"C": C, **plan.state_tile(call, backward=True)}
 
     dA_qk, dv_local = empty(B, T, HV, C, **fp32), empty(B, T, HV, V, **fp32)
     output = (made.A_qk, made.v_new, do, dA_qk, dv_local, *where, HV, V)
@@ -57,9 +57,8 @@ def backward(
     dA_kk, dbeta = empty(B, T, HV, C, **fp32), blank(NK + 1, B, T, HV)
     factors = (made.inverse, call.beta, made.A_kk, call.v, made.v_new, dv_new, z, dv, dA_kk, dbeta[NK])
     flags = {"DOT": plan.DOT, "BETA_SIGMOID": call.use_beta_sigmoid_in_kernel}
-    launch(
-        plan, kda_wy_bwd_kernel, chunks, *factors, *where, call.beta_range, HV, V, C=C, BV=plan.BV, num_warps=4, **flags
-    )
+    sizes, tile = (*where, call.beta_range, HV, V), {"C": C, "BV": min(plan.BV, 32), "num_warps": 4}
+    launch(plan, kda_wy_bwd_kernel, chunks, *factors, *sizes, **tile, **flags)
 
     dq, dk, dg_state = blank(B, T, HV, K), blank(B, T, HV, K), empty(B, T, HV, K, **fp32)
     inputs = (call.q, call.k, made.g, call.beta, made.q_rstd, made.k_rstd, made.decay)

@@ -86,13 +86,15 @@ class Plan:
         tile = {"C": chunk, "BK": self.BP, "LEVELS": int(math.log2(chunk))}
         return {**tile, **formats, "num_warps": chunk // 16, "num_stages": 1}
 
-    def state_tile(self, call: Call) -> dict[str, object]:
-        """Constants of the scans: the whole of K, and as many columns of V as leave the state in registers."""
+    def state_tile(self, call: Call, backward: bool = False) -> dict[str, object]:
+        """Constants of the scans: the whole of K, and as many columns of V as leave the state in registers. The adjoint
+        has one product more under way.
+        """
         BK = _width(call.shape[4], 256)
         narrow = self.DOT == "fp32" or (self.DOT == "tf32" and BK == 256)
         light = self.DOT == "bf16" and BK <= 128
         tile = {"BK": BK, "BV": _width(call.shape[5], 16 if narrow else 32)}
-        cost = {"num_warps": 4 if light or BK < 128 else 8, "num_stages": 2 if light else 1}
+        cost = {"num_warps": 4 if BK < 128 or (light and not backward) else 8, "num_stages": 2 if light else 1}
         return {**tile, "DOT": self.DOT, "V_FIRST": call.state_v_first, **cost}
 
     def scans(self, call: Call) -> int:
