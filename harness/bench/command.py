@@ -1,0 +1,180 @@
+"""Authority on `kda bench`: its options, the order of its work, and its exit status."""
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from harness import options, results
+from harness.bench import cases, compare, plot, tables
+from harness.bench.contenders import Contender, contenders, subjects
+from harness.bench.document import Document, Skipped
+from harness.bench.measure import ContextLost, Settings, Truth, measure
+from harness.bench.oracle_cost import costs
+from harness.bench.timing import Clock, CudaClock
+from harness.problem import Problem
+
+RIGHT, FINDING, INCOMPLETE = 0, 1, 3
+COST_SECONDS = 5.0  # of repetitions to each route and width of --oracle
+
+
+def modes(text: str) -> tuple[str, ...]:
+    """Names of MODES, separated by commas."""
+    chosen = tuple(dict.fromkeys(filter(None, (part.strip() for part in text.split(",")))))
+    if not chosen or set(chosen) - set(cases.MODES):
+        raise argparse.ArgumentTypeError(f"modes is {text!r}; it must be some of {','.join(cases.MODES)}")
+    return chosen
+
+
+def heads(text: str) -> int:
+    """A number of heads from 0."""
+    if not text.isdecimal() or int(text) > 4096:
+        raise argparse.ArgumentTypeError(f"error-heads is {text!r}; it must be an integer in 0..4096")
+    return int(text)
+
+
+def add_to_parser(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
+    parser.add_argument("--cases", default="*", metavar="GLOB", help="only cases whose name matches")
+    parser.add_argument("--modes", type=modes, default=cases.MODES, metavar="LIST", help="forward,forward_backward")
+    parser.add_argument("--subjects", default="kda,fla", metavar="LIST", help="as --subject of check, comma-separated")
+    parser.add_argument("--rounds", type=options.count, default=5, metavar="N", help="turns that each contender has")
+    parser.add_argument("--error-heads", type=heads, default=2, metavar="N", help="heads held against float64")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the times as SVG to this file")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--list", action="store_true", help="print the cases, and time nothing")
+    other.add_argument("--oracle", action="store_true", help="time one verdict instead; needs no GPU")
+    other.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two results instead; needs no GPU")
+    options.add_to_parser(parser, "routes", "device", "budget", "json")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """0: everything asked for was measured. 1: a route of ours failed, or something is slower. 3: less was measured."""
+    if arguments.compare:
+        return _compare(*arguments.compare, console)
+    if arguments.oracle:
+        return _oracle(arguments.json, console)
+    chosen = cases.select(arguments.cases)
+    if arguments.list:
+        for name, problem in chosen.items():
+            console.print(f"{name}: {problem!r}", markup=False, highlight=False, soft_wrap=True)
+        return RIGHT
+    device = arguments.device or options.default_device()
+    if device == "cpu":
+        console.print("kda bench needs a GPU: times of interpreted kernels mean nothing; nothing was measured")
+        console.print("--oracle, --compare and --list work without one")
+        return INCOMPLETE
+    torch.cuda.set_device(device)
+    clock = CudaClock(device)
+    settings = Settings(rounds=arguments.rounds, error_heads=arguments.error_heads)
+    bench = Bench(device, clock, settings, arguments, console)
+    return bench.run(chosen, clock.copy_rate())
+
+
+class Bench:
+    """One run: works through cases and modes, and has everything on disk after each."""
+
+    def __init__(self, device: str, clock: Clock, settings: Settings, arguments: argparse.Namespace, console: Console):
+        self.device, self.clock, self.settings = device, clock, settings
+        self.arguments, self.console = arguments, console
+        self.deadline = time.monotonic() + (arguments.budget or float("inf"))
+
+    def run(self, chosen: dict[str, Problem], copy_rate: float) -> int:
+        given = self.arguments
+        found, missing = subjects(given.subjects)
+        entrants = contenders(found, given.routes)
+        asked = {"subjects": given.subjects, "routes": given.routes, "modes": given.modes, **asdict(self.settings)}
+        self.document = Document(results.environment(self.device), asked, copy_rate, skipped=missing)
+        self._say(f"{self.document.env['device']}, a copy moves {copy_rate / 1e12:.2f} TB/s")
+        self._skips(missing)
+        whole = bool(entrants)
+        try:
+            for name, problem in chosen.items():
+                if self._late():
+                    whole = self._leave(name, "the budget is spent")
+                    break
+                self._case(name, problem, entrants)
+        except KeyboardInterrupt:
+            whole = self._leave("the rest", "interrupted; what was measured is kept")
+        except ContextLost as reason:
+            whole = self._leave("the rest", f"the GPU is lost to this process: {reason}", failed=True)
+        self._save()
+        return self._status(whole)
+
+    def _case(self, name: str, problem: Problem, entrants: list[Contender]) -> None:
+        case = cases.tensors(problem, self.device)
+        truth = Truth.of(case, self.settings.error_heads, "forward_backward" in self.arguments.modes)
+        self.document.problems[name] = repr(problem)
+        for mode in self.arguments.modes:
+            work = (entrants, self.clock, self.settings, truth, lambda: not self._late())
+            rows, skipped = measure(name, case, mode, *work)
+            self.document.rows += rows
+            self.document.skipped += skipped
+            self._save()
+            self._show(name, mode, rows, len(truth.queries))
+            self._skips(skipped)
+
+    def _late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def _leave(self, where: str, reason: str, failed: bool = False) -> bool:
+        self._say(f"left at {where}: {reason}", style="red" if failed else "yellow")
+        if failed:
+            self.document.skipped.append(Skipped("", "", "kda", reason, failed=True))
+        return False
+
+    def _show(self, name: str, mode: str, rows: list, heads: int) -> None:
+        if rows:
+            baseline = tables.fastest(rows, "kda") or rows[0].contender
+            self.console.print(tables.times(name, mode, rows, self.document.copy_bytes_per_second, baseline))
+            if heads:
+                self.console.print(tables.errors(name, mode, rows, heads))
+        for row in rows:
+            if row.no_graph:
+                self._say(f"no graph: {row.contender}: {row.no_graph}", style="yellow")
+
+    def _skips(self, skipped: list[Skipped]) -> None:
+        for one in skipped:
+            where = " ".join(filter(None, (one.case, one.mode)))
+            style = "red" if one.failed else "yellow"
+            self._say(f"skipped {one.contender}{' on ' + where if where else ''}: {one.reason}", style=style)
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def _save(self) -> None:
+        if self.arguments.json:
+            self.document.save(self.arguments.json)
+        if self.arguments.plot and self.document.rows:
+            results.write_atomically(self.arguments.plot, plot.svg(self.document))
+
+    def _status(self, whole: bool) -> int:
+        failed = [one for one in self.document.skipped if one.failed]
+        if any(one.contender.split(" ")[0] == "kda" and one.reason != "the budget is spent" for one in failed):
+            return FINDING
+        return RIGHT if whole and self.document.rows and not failed else INCOMPLETE
+
+
+def _compare(a: Path, b: Path, console: Console) -> int:
+    found = list(compare.changes(Document.load(a), Document.load(b)))
+    if not found:
+        console.print("the two results have no row in common")
+        return INCOMPLETE
+    console.print(tables.comparison(found))
+    slower = [change for change in found if change.verdict == "slower"]
+    console.print(f"{len(slower)} of {len(found)} slower by more than noise")
+    return FINDING if slower else RIGHT
+
+
+def _oracle(target: Path | None, console: Console) -> int:
+    measured = list(costs(COST_SECONDS))
+    console.print(tables.verdict_costs(measured))
+    if target:
+        rows = [{**asdict(cost), "ratio": cost.ratio} for cost in measured]
+        document = {"schema": 1, "kind": "oracle_cost", "env": results.environment("cpu"), "rows": rows}
+        results.write_atomically(target, json.dumps(document, indent=1))
+    return FINDING if any(cost.ratio > cost.target for cost in measured) else RIGHT
