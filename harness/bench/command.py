@@ -68,11 +68,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         console.print("kda bench needs a GPU: times of interpreted kernels mean nothing; nothing was measured")
         console.print("--oracle, --compare and --list work without one")
         return INCOMPLETE
-    torch.cuda.set_device(device)
-    clock = CudaClock(device)
     settings = Settings(rounds=arguments.rounds, error_heads=arguments.error_heads)
-    bench = Bench(device, clock, settings, arguments, console)
-    return bench.run(chosen, clock.copy_rate())
+    with torch.cuda.device(device):
+        clock = CudaClock(device)
+        return Bench(device, clock, settings, arguments, console).run(chosen, clock.copy_rate())
 
 
 class Bench:
@@ -91,19 +90,19 @@ class Bench:
         self.document = Document(results.environment(self.device), asked, copy_rate, skipped=missing)
         self._say(f"{self.document.env['device']}, a copy moves {copy_rate / 1e12:.2f} TB/s")
         self._skips(missing)
-        whole = bool(entrants)
         try:
             for name, problem in chosen.items():
                 if self._late():
-                    whole = self._leave(name, "the budget is spent")
+                    self._leave(f"the budget is spent, before {name}")
                     break
                 self._case(name, problem, entrants)
         except KeyboardInterrupt:
-            whole = self._leave("the rest", "interrupted; what was measured is kept")
+            self._leave("interrupted; what was measured is kept")
         except ContextLost as reason:
-            whole = self._leave("the rest", f"the GPU is lost to this process: {reason}", failed=True)
+            for contender in reason.contenders:
+                self._leave(f"the GPU is lost to this process: {reason}", "failed", contender)
         self._save()
-        return self._status(whole)
+        return exit_status(self.document)
 
     def _case(self, name: str, problem: Problem, entrants: list[Contender]) -> None:
         case = cases.tensors(problem, self.device)
@@ -121,16 +120,14 @@ class Bench:
     def _late(self) -> bool:
         return time.monotonic() > self.deadline
 
-    def _leave(self, where: str, reason: str, failed: bool = False) -> bool:
-        self._say(f"left at {where}: {reason}", style="red" if failed else "yellow")
-        if failed:
-            self.document.skipped.append(Skipped("", "", "kda", reason, failed=True))
-        return False
+    def _leave(self, reason: str, kind: str = "left", contender: str = "every contender") -> None:
+        """Note why the run ends before its last case."""
+        self.document.skipped.append(Skipped("", "", contender, reason, kind))
+        self._skips(self.document.skipped[-1:])
 
     def _show(self, name: str, mode: str, rows: list, heads: int) -> None:
         if rows:
-            baseline = tables.fastest(rows, "kda") or rows[0].contender
-            self.console.print(tables.times(name, mode, rows, self.document.copy_bytes_per_second, baseline))
+            self.console.print(tables.times(name, mode, rows, self.document.copy_bytes_per_second))
             if heads:
                 self.console.print(tables.errors(name, mode, rows, heads))
         for row in rows:
@@ -140,8 +137,8 @@ class Bench:
     def _skips(self, skipped: list[Skipped]) -> None:
         for one in skipped:
             where = " ".join(filter(None, (one.case, one.mode)))
-            style = "red" if one.failed else "yellow"
-            self._say(f"skipped {one.contender}{' on ' + where if where else ''}: {one.reason}", style=style)
+            style = "red" if one.kind == "failed" else "yellow"
+            self._say(f"{one.kind}: {one.contender}{' on ' + where if where else ''}: {one.reason}", style=style)
 
     def _say(self, text: str, style: str | None = None) -> None:
         self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
@@ -152,11 +149,13 @@ class Bench:
         if self.arguments.plot and self.document.rows:
             results.write_atomically(self.arguments.plot, plot.svg(self.document))
 
-    def _status(self, whole: bool) -> int:
-        failed = [one for one in self.document.skipped if one.failed]
-        if any(one.contender.split(" ")[0] == "kda" and one.reason != "the budget is spent" for one in failed):
-            return FINDING
-        return RIGHT if whole and self.document.rows and not failed else INCOMPLETE
+
+def exit_status(document: Document) -> int:
+    """0: rows, and nothing that was asked for is missing. 1: a route of ours failed. 3: less than asked for."""
+    kinds = {(one.kind, one.contender.partition(" ")[0] == "kda") for one in document.skipped}
+    if ("failed", True) in kinds:
+        return FINDING
+    return RIGHT if document.rows and {kind for kind, _ in kinds} <= {"refused"} else INCOMPLETE
 
 
 def _compare(a: Path, b: Path, console: Console) -> int:

@@ -15,6 +15,7 @@ from harness.call import DIFFERENTIABLE, Route, keywords
 from harness.problem import Case
 from harness.subject import Subject, load_subject
 
+ENTRY = "chunk"  # of every case
 REFERENCE_ROUTE = "torch"  # no kernel, and minutes at these lengths: only where it is asked for by name
 
 
@@ -35,7 +36,7 @@ def subjects(names: str) -> tuple[list[Subject], list[Skipped]]:
         try:
             found.append(load_subject(name))
         except ValueError as error:
-            missing.append(Skipped("", "", name, str(error), failed=True))
+            missing.append(Skipped("", "", name, str(error), "missing"))
     return found, missing
 
 
@@ -46,7 +47,7 @@ def contenders(subjects: Iterable[Subject], routes: str) -> list[Contender]:
         for route in subject.routes:
             own = not subject.foreign
             wanted = fnmatch.fnmatch(route.id, routes) and (route.id != REFERENCE_ROUTE or routes == REFERENCE_ROUTE)
-            if own and not wanted:
+            if route.entry != ENTRY or (own and not wanted):
                 continue
             forced = (lambda route_id=route.id: kda.force_route(route_id)) if own else contextlib.nullcontext
             made.append(Contender(f"{subject.name} {route.id}", subject, route, forced))
@@ -56,8 +57,6 @@ def contenders(subjects: Iterable[Subject], routes: str) -> list[Contender]:
 def refusal(contender: Contender, case: Case, mode: str) -> str | None:
     """Why a contender cannot take a case, in its own words, or None."""
     route = contender.route
-    if route.entry != case.problem.entry:
-        return f"serves {route.entry} calls"
     if mode == "forward_backward" and not route.differentiable:
         return "has no gradients"
     reason = route.lacks(case.problem)

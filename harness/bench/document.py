@@ -36,13 +36,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Skipped:
-    """Why a contender has no row; an empty case or mode means all of them. `failed`: it ought to have one."""
+    """Why a contender has no row; an empty case or mode means all of them.
+
+    `kind`: refused (it does not take the case), missing (the subject cannot be had), failed, or left (no time).
+    """
 
     case: str
     mode: str
     contender: str
     reason: str
-    failed: bool = False
+    kind: str = "refused"
 
 
 @dataclass

@@ -19,7 +19,11 @@ from oracle.operator import evaluate
 
 
 class ContextLost(Exception):
-    """After an illegal access no later result of this process means anything."""
+    """After an illegal access no later result of this process means anything; `contenders` may have made it."""
+
+    def __init__(self, contenders: list[str], said: str):
+        super().__init__(said)
+        self.contenders = contenders
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Truth:
 
     @classmethod
     def of(cls, case: Case, count: int, gradients: bool) -> "Truth":
-        """On `count` evenly spaced heads, the first and the last among them; nothing for 0."""
+        """On `count` evenly spaced heads; nothing for 0."""
         heads = heads_of(case.inputs, case.problem.entry)
         queries = evenly_spaced(heads.query, count)
         inputs = slice_heads(case.inputs, queries, case.problem.entry)
@@ -58,8 +62,9 @@ class Truth:
 
 
 def evenly_spaced(heads: int, count: int) -> list[int]:
-    """At most `count` of the heads."""
-    return sorted({round(i * (heads - 1) / max(count - 1, 1)) for i in range(min(count, heads))})
+    """At most `count` of the heads, the first and the last among them if it is more than one."""
+    count = min(count, heads)
+    return [round(i * (heads - 1) / max(count - 1, 1)) for i in range(count)]
 
 
 def relative_rms(got: Tensor, exact: Tensor) -> float:
@@ -97,19 +102,22 @@ def measure(
     case = case if mode == "forward_backward" else _without_gradients(case)
     ready, skipped = [], []
     for contender in entrants:
-        reason, failed = refusal(contender, case, mode), False
-        if reason is None:
-            got = _first_calls(contender, case, truth) if going() else "the budget is spent"
-            if isinstance(got, Ready):
-                ready.append(got)
-                continue
-            reason, failed = got, True
-        skipped.append(Skipped(name, mode, contender.name, reason, failed))
+        where = (name, mode, contender.name)
+        reason = refusal(contender, case, mode)
+        if reason is not None:
+            skipped.append(Skipped(*where, reason))
+        elif not going():
+            skipped.append(Skipped(*where, "the budget is spent", "left"))
+        elif isinstance(got := _first_calls(contender, case, truth), Ready):
+            ready.append(got)
+        else:
+            skipped.append(Skipped(*where, got, "failed"))
     try:
         return _timed(name, case, mode, ready, clock, settings), skipped
     except RuntimeError as error:
-        said = _said(error, case)
-        return [], skipped + [Skipped(name, mode, one.contender.name, said, failed=True) for one in ready]
+        names = [one.contender.name for one in ready]
+        said = _said(error, case, names)
+        return [], skipped + [Skipped(name, mode, contender, said, "failed") for contender in names]
 
 
 def _without_gradients(case: Case) -> Case:
@@ -117,11 +125,11 @@ def _without_gradients(case: Case) -> Case:
     return Case(replace(case.problem, loss="none"), inputs, case.options)
 
 
-def _said(error: Exception, case: Case) -> str:
+def _said(error: Exception, case: Case, contenders: list[str]) -> str:
     """The first line of an error; ContextLost if the device went with it."""
     said = f"{type(error).__name__}: {error}".splitlines()[0]
     if case.inputs["g"].is_cuda and context_is_lost():
-        raise ContextLost(said) from error
+        raise ContextLost(contenders, said) from error
     return said
 
 
@@ -135,7 +143,7 @@ def _first_calls(contender: Contender, case: Case, truth: Truth) -> Ready | str:
     except (NotCovered, RouteDidNotRun) as reason:
         return str(reason)
     except Exception as error:
-        return _said(error, case)
+        return _said(error, case, [contender.name])
     return Ready(contender, first, errors, later.peak_bytes, later.seconds)
 
 

@@ -22,24 +22,26 @@ def _table(title: str, names: Sequence[str], columns: Sequence[str]) -> Table:
     return table
 
 
-def times(case: str, mode: str, rows: Sequence[Row], copy_rate: float, baseline: str | None) -> Table:
-    """Times of one case. `copy`: the share of the copy rate at which what must move was moved, by the faster time.
+def times(case: str, mode: str, rows: Sequence[Row], copy_rate: float) -> Table:
+    """Times of one case. x: over the smallest of ours, launched in the same way.
 
-    `x`: the same time over that of `baseline`, the contender named first.
+    copy: the share of the copy rate at which the faster of the two moves what must move.
     """
-    columns = ("graph ms", "eager ms", "quartiles", "min", "host ms", "x", "copy", "peak GiB", "first s", "compile s")
-    table = _table(f"{case}, {mode.replace('_', ' + ')}", ("contender",), columns)
-    base = next((best(row) for row in rows if row.contender == baseline), None)
+    columns = ("graph ms", "x", "eager ms", "x", "quartiles", "min", "host ms", "copy", "peak GiB", "first s")
+    table = _table(f"{case}, {mode.replace('_', ' + ')}", ("contender",), (*columns, "compile s"))
+    graph, eager = smallest(rows, "graph"), smallest(rows, "eager")
     for row in rows:
-        reached = row.moved_bytes / (best(row) / 1e3) / copy_rate
+        best = min(x.median for x in (row.eager, row.graph) if x)
+        reached = row.moved_bytes / (best / 1e3) / copy_rate
         table.add_row(
             row.contender,
             f"{row.graph.median:.4f}" if row.graph else "-",
+            f"{row.graph.median / graph:.2f}" if row.graph and graph else "-",
             f"{row.eager.median:.4f}",
+            f"{row.eager.median / eager:.2f}" if eager else "-",
             f"{row.eager.lower:.4f}..{row.eager.upper:.4f}",
             f"{row.eager.minimum:.4f}",
             f"{row.host.median:.4f}",
-            f"{best(row) / base:.2f}" if base else "-",
             f"{100 * reached:.0f} %",
             f"{row.peak_bytes / 2**30:.2f}",
             f"{row.first_call_seconds:.1f}",
@@ -48,15 +50,10 @@ def times(case: str, mode: str, rows: Sequence[Row], copy_rate: float, baseline:
     return table
 
 
-def best(row: Row) -> float:
-    """The smaller median of the two ways to launch."""
-    return min(row.eager.median, row.graph.median) if row.graph else row.eager.median
-
-
-def fastest(rows: Iterable[Row], subject: str) -> str | None:
-    """The contender of a subject with the smallest time."""
-    own = [row for row in rows if row.contender.startswith(f"{subject} ")]
-    return min(own, key=best).contender if own else None
+def smallest(rows: Iterable[Row], launch: str, subject: str = "kda") -> float | None:
+    """The smallest median of a subject's contenders, of their 'graph' or 'eager' times; None if it has none."""
+    own = (getattr(row, launch) for row in rows if row.contender.startswith(f"{subject} "))
+    return min((x.median for x in own if x), default=None)
 
 
 def errors(case: str, mode: str, rows: Sequence[Row], heads: int) -> Table:

@@ -85,13 +85,13 @@ class CudaClock:
         free, _ = torch.cuda.mem_get_info(self.flush.device)
         if free < 2 * needed_bytes:  # a graph keeps what its call needs, and so would the next contender's
             raise RuntimeError(f"a graph would hold {needed_bytes / 2**30:.1f} of {free / 2**30:.1f} GiB")
-        side = torch.cuda.Stream(self.flush.device)
-        side.wait_stream(torch.cuda.current_stream())
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream(self.flush.device)
+        side.wait_stream(current)
         with torch.cuda.stream(side):
             call()
-        torch.cuda.current_stream().wait_stream(side)
+        current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.stream(current), torch.cuda.graph(graph):  # a failed capture does not leave its own stream
             call()
         return graph.replay
 
