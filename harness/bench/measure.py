@@ -114,7 +114,7 @@ def measure(
             skipped.append(Skipped(*where, got, "failed"))
     try:
         return _timed(name, case, mode, ready, clock, settings), skipped
-    except RuntimeError as error:
+    except Exception as error:
         names = [one.contender.name for one in ready]
         said = _said(error, case, names)
         return [], skipped + [Skipped(name, mode, contender, said, "failed") for contender in names]
@@ -127,10 +127,14 @@ def _without_gradients(case: Case) -> Case:
 
 def _said(error: Exception, case: Case, contenders: list[str]) -> str:
     """The first line of an error; ContextLost if the device went with it."""
-    said = f"{type(error).__name__}: {error}".splitlines()[0]
+    said = _first_line(error)
     if case.inputs["g"].is_cuda and context_is_lost():
         raise ContextLost(contenders, said) from error
     return said
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _first_calls(contender: Contender, case: Case, truth: Truth) -> Ready | str:
@@ -147,23 +151,51 @@ def _first_calls(contender: Contender, case: Case, truth: Truth) -> Ready | str:
     return Ready(contender, first, errors, later.peak_bytes, later.seconds)
 
 
+Sample = Callable[[Call, int], list[float]]
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """The contenders that are ready, and how they take turns at being timed."""
+
+    ready: list[Ready]
+    mode: str
+    settings: Settings
+
+    def take(self, sample: Sample, calls: Mapping[str, Call]) -> dict[str, Summary]:
+        """Times of `calls`, by contender."""
+        taking = {one.contender.name: self._sampler(one, sample, calls) for one in self.ready}
+        return take_turns({name: taking[name] for name in calls}, self.settings.rounds)
+
+    def _sampler(self, one: Ready, sample: Sample, calls: Mapping[str, Call]) -> Callable[[], list[float]]:
+        def take() -> list[float]:
+            with conditions(one.contender, self.mode):
+                return sample(calls[one.contender.name], samples_in(self.settings.round_ms, one.seconds))
+
+        return take
+
+    def replay(self, clock: Clock, calls: Mapping[str, Call]) -> tuple[dict[str, Summary], dict[str, str]]:
+        """(times as CUDA graphs, why others have none); a failure leaves the other times alone."""
+        graphs, reasons = {}, {}
+        for one in self.ready:
+            name = one.contender.name
+            try:
+                with conditions(one.contender, self.mode):
+                    graphs[name] = clock.capture(calls[name], one.peak_bytes)
+            except Exception as error:
+                reasons[name] = _first_line(error)
+        try:
+            return self.take(clock.cold, graphs), reasons
+        except Exception as error:
+            return {}, reasons | dict.fromkeys(graphs, _first_line(error))
+
+
 def _timed(name: str, case: Case, mode: str, ready: list[Ready], clock: Clock, settings: Settings) -> list[Row]:
-    """Eager and host times of all in turns, then graph times: captured graphs hold memory."""
+    """Eager and host times of all, then graph times: captured graphs hold memory."""
     calls = {one.contender.name: timed_call(one.contender, case, mode) for one in ready}
-
-    def timed(sample: Callable[[Call, int], list[float]], calls: Mapping[str, Call]) -> dict[str, Summary]:
-        def sampler(one: Ready) -> Callable[[], list[float]]:
-            def take() -> list[float]:
-                with conditions(one.contender, mode):
-                    return sample(calls[one.contender.name], samples_in(settings.round_ms, one.seconds))
-
-            return take
-
-        return take_turns({n.contender.name: sampler(n) for n in ready if n.contender.name in calls}, settings.rounds)
-
-    eager, host = timed(clock.cold, calls), timed(clock.host, calls)
-    graphs, reasons = _graphs(ready, calls, mode, clock)
-    replayed = timed(clock.cold, graphs)
+    turns = _Turns(ready, mode, settings)
+    eager, host = turns.take(clock.cold, calls), turns.take(clock.host, calls)
+    replayed, reasons = turns.replay(clock, calls)
     moved = cases.bytes_that_must_move(case, mode)
     return [
         Row(
@@ -182,18 +214,3 @@ def _timed(name: str, case: Case, mode: str, ready: list[Ready], clock: Clock, s
         )
         for one in ready
     ]
-
-
-def _graphs(
-    ready: list[Ready], calls: Mapping[str, Call], mode: str, clock: Clock
-) -> tuple[dict[str, Call], dict[str, str]]:
-    """(replays by contender, why the others have none)."""
-    graphs, reasons = {}, {}
-    for one in ready:
-        name = one.contender.name
-        try:
-            with conditions(one.contender, mode):
-                graphs[name] = clock.capture(calls[name], one.peak_bytes)
-        except RuntimeError as error:
-            reasons[name] = str(error).splitlines()[0]
-    return graphs, reasons

@@ -98,7 +98,7 @@ def test_errors_are_those_of_the_contender(mode):
     assert ours == right and set(ours) >= ({"dq", "dA_log"} if mode == "forward_backward" else {"o", "ht"})
     assert max(ours.values()) < 2**-8 and wrong["o"] == pytest.approx(0.01, abs=2**-8)
     assert rows[0].eager == Summary(2.0, 2.0, 2.0, 2.0, 2) and rows[0].host.median == 0.2
-    assert (rows[0].graph, rows[0].no_graph) == (None, "no graphs here")
+    assert (rows[0].graph, rows[0].no_graph) == (None, "RuntimeError: no graphs here")
 
 
 def test_the_timed_call_returns_what_the_operator_does():
@@ -154,6 +154,37 @@ def test_a_whole_run(tmp_path):
     assert found.problems == {"small": repr(SMALL)}
     assert "relative rms against float64 on 2 heads" in shown
     assert ElementTree.parse(tmp_path / "bench.svg").getroot().tag.endswith("svg")
+
+
+class Replayed(Told):
+    """Has graphs of one contender, which take half the time; `lost` ones fail when they are replayed."""
+
+    def __init__(self, lost: bool):
+        super().__init__()
+        self.lost, self.captured = lost, 0
+
+    def capture(self, call, needed_bytes):
+        self.captured += 1
+        return (lambda: "graph") if self.captured == 1 else super().capture(call, needed_bytes)
+
+    def cold(self, call, count):
+        if call() != "graph":
+            return [self.milliseconds] * count
+        if self.lost:
+            raise RuntimeError("the replay failed")
+        return [self.milliseconds / 2] * count
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["replayed", "lost"])
+def test_graph_times_stand_beside_eager_ones(tmp_path, lost):
+    problem = replace(SMALL, safe_gate=False)
+    status, found, shown = bench(tmp_path, Replayed(lost), {"small": problem}, subjects=f"kda,{RIGHT_SUBJECT}")
+    ours, theirs = found.rows
+    assert (status, ours.eager.median, theirs.eager.median, theirs.graph) == (0, 2.0, 2.0, None)
+    assert theirs.no_graph == "RuntimeError: no graphs here"
+    assert (ours.graph is None) == lost and (lost or ours.graph.median == 1.0)
+    assert ours.no_graph == ("RuntimeError: the replay failed" if lost else "")
+    assert f"no graph: {theirs.contender}: {theirs.no_graph}" in shown
 
 
 @pytest.mark.parametrize(
