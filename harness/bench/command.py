@@ -16,9 +16,10 @@ from harness.bench.document import Document, Skipped
 from harness.bench.measure import ContextLost, Settings, Truth, measure
 from harness.bench.oracle_cost import costs
 from harness.bench.timing import Clock, CudaClock
+from harness.isolate import StorageError
 from harness.problem import Problem
+from harness.terminal import FINDING, INCOMPLETE, OK, say
 
-RIGHT, FINDING, INCOMPLETE = 0, 1, 3
 COST_SECONDS = 5.0  # of repetitions to each route and width of --oracle
 
 
@@ -61,8 +62,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     chosen = cases.select(arguments.cases)
     if arguments.list:
         for name, problem in chosen.items():
-            console.print(f"{name}: {problem!r}", markup=False, highlight=False, soft_wrap=True)
-        return RIGHT
+            say(console, f"{name}: {problem!r}")
+        return OK
     device = arguments.device or options.default_device()
     if device == "cpu":
         console.print("kda bench needs a GPU: times of interpreted kernels mean nothing; nothing was measured")
@@ -88,14 +89,18 @@ class Bench:
         entrants = contenders(found, given.routes)
         asked = {"subjects": given.subjects, "routes": given.routes, "modes": given.modes, **asdict(self.settings)}
         self.document = Document(results.environment(self.device), asked, copy_rate, skipped=missing)
-        self._say(f"{self.document.env['device']}, a copy moves {copy_rate / 1e12:.2f} TB/s")
+        say(self.console, f"{self.document.env['device']}, a copy moves {copy_rate / 1e12:.2f} TB/s")
         self._skips(missing)
+        self._save()  # fails now, not after the first hour
         try:
             for name, problem in chosen.items():
                 if self._late():
                     self._leave(f"the budget is spent, before {name}")
                     break
-                self._case(name, problem, entrants)
+                try:
+                    self._case(name, problem, entrants)
+                except torch.OutOfMemoryError as error:
+                    self._leave(f"{name} does not fit: {error}")
         except KeyboardInterrupt:
             self._leave("interrupted; what was measured is kept")
         except ContextLost as reason:
@@ -132,22 +137,22 @@ class Bench:
                 self.console.print(tables.errors(name, mode, rows, heads))
         for row in rows:
             if row.no_graph:
-                self._say(f"no graph: {row.contender}: {row.no_graph}", style="yellow")
+                say(self.console, f"no graph: {row.contender}: {row.no_graph}", style="yellow")
 
     def _skips(self, skipped: list[Skipped]) -> None:
         for one in skipped:
-            where = " ".join(filter(None, (one.case, one.mode)))
+            where = f" on {one.case}, {one.mode}" if one.case else ""
             style = "red" if one.kind == "failed" else "yellow"
-            self._say(f"{one.kind}: {one.contender}{' on ' + where if where else ''}: {one.reason}", style=style)
-
-    def _say(self, text: str, style: str | None = None) -> None:
-        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+            say(self.console, f"{one.kind}: {one.contender}{where}: {one.reason}", style=style)
 
     def _save(self) -> None:
-        if self.arguments.json:
-            self.document.save(self.arguments.json)
-        if self.arguments.plot and self.document.rows:
-            results.write_atomically(self.arguments.plot, plot.svg(self.document))
+        try:
+            if self.arguments.json:
+                self.document.save(self.arguments.json)
+            if self.arguments.plot:
+                results.write_atomically(self.arguments.plot, plot.svg(self.document))
+        except OSError as error:
+            raise StorageError(f"the results could not be written ({error})") from None
 
 
 def exit_status(document: Document) -> int:
@@ -155,7 +160,7 @@ def exit_status(document: Document) -> int:
     kinds = {(one.kind, one.contender.partition(" ")[0] == "kda") for one in document.skipped}
     if ("failed", True) in kinds:
         return FINDING
-    return RIGHT if document.rows and {kind for kind, _ in kinds} <= {"refused"} else INCOMPLETE
+    return OK if document.rows and {kind for kind, _ in kinds} <= {"refused"} else INCOMPLETE
 
 
 def _compare(a: Path, b: Path, console: Console) -> int:
@@ -166,7 +171,7 @@ def _compare(a: Path, b: Path, console: Console) -> int:
     console.print(tables.comparison(found))
     slower = [change for change in found if change.verdict == "slower"]
     console.print(f"{len(slower)} of {len(found)} slower by more than noise")
-    return FINDING if slower else RIGHT
+    return FINDING if slower else OK
 
 
 def _oracle(target: Path | None, console: Console) -> int:
@@ -176,4 +181,4 @@ def _oracle(target: Path | None, console: Console) -> int:
         rows = [{**asdict(cost), "ratio": cost.ratio} for cost in measured]
         document = {"schema": 1, "kind": "oracle_cost", "env": results.environment("cpu"), "rows": rows}
         results.write_atomically(target, json.dumps(document, indent=1))
-    return FINDING if any(cost.ratio > cost.target for cost in measured) else RIGHT
+    return FINDING if any(cost.ratio > cost.target for cost in measured) else OK

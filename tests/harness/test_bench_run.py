@@ -17,6 +17,7 @@ from harness.bench import cases, command, contenders, flash_kda
 from harness.bench.document import Document
 from harness.bench.measure import Settings, Truth, evenly_spaced, measure, relative_rms
 from harness.bench.timing import Summary
+from harness.isolate import StorageError
 from harness.problem import materialise
 from oracle.operator import evaluate
 
@@ -201,6 +202,28 @@ def test_less_than_asked_for_exits_3_and_keeps_what_there_is(tmp_path, clock, ch
     assert (status, len(found.rows)) == (3, rows)
     assert kind in {one.kind for one in found.skipped}
     assert "subject is 'no.such.module'" in shown
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_timed(tmp_path):
+    clock = Told()
+    with pytest.raises(StorageError, match="could not be written"):
+        bench(tmp_path, clock, {"small": SMALL}, json=tmp_path)
+    assert clock.asked == 0
+
+
+def test_a_case_that_does_not_fit_is_left_and_the_next_one_measured(tmp_path, monkeypatch):
+    made = cases.tensors
+
+    def short_of_memory(problem, device):
+        if problem.V == 5:
+            raise torch.OutOfMemoryError("out of memory")
+        return made(problem, device)
+
+    monkeypatch.setattr(cases, "tensors", short_of_memory)
+    chosen = {"large": replace(SMALL, V=5), "small": SMALL}
+    status, found, _ = bench(tmp_path, Told(), chosen, subjects="kda")
+    assert (status, [one.case for one in found.rows]) == (3, ["small"])
+    assert found.skipped[0].reason == "large does not fit: out of memory"
 
 
 def test_a_call_that_raises_is_a_reason(tmp_path, monkeypatch):
