@@ -221,3 +221,20 @@ def test_the_cost_of_a_verdict():
     assert {"recurrent", "chunk-safe_gate", "chunk-unbounded"} <= set(found)
     assert all(cost.klass == "OK" and cost.ratio > 1 for cost in found.values())
     assert (found["recurrent"].target, found["chunk-unbounded"].target) == (10.0, 8.0)
+
+
+@pytest.mark.parametrize("verdict, status", [(7.0, 0), (9.0, 1)], ids=["within", "beyond"])
+def test_oracle_exits_by_the_target_and_writes_the_ratios(verdict, status, tmp_path, monkeypatch, capsys):
+    cost = oracle_cost.Cost("chunk-unbounded", 32, summary(1.0), summary(verdict), 8.0, "OK")
+    monkeypatch.setattr(command, "costs", lambda seconds: [cost])
+    assert main(["bench", "--oracle", "--json", str(tmp_path / "cost.json")]) == status
+    assert f"{verdict:.2f}" in capsys.readouterr().out
+    assert json.loads((tmp_path / "cost.json").read_text())["rows"][0]["ratio"] == verdict
+
+
+def test_a_graph_that_would_not_leave_room_for_the_next_is_refused(monkeypatch):
+    monkeypatch.setattr(timing, "FLUSH_BYTES", 64)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**30, 4 * 2**30))
+    with pytest.raises(RuntimeError, match=r"would hold 2.0 of 3.0 GiB"):
+        timing.CudaClock("cpu").capture(lambda: None, 2 * 2**30)
