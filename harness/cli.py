@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import check, counterexample, doctor, options, profiles, results, terminal
+from harness.bench import command as bench_command
 from harness.mutants import command as mutants_command
 from harness.report import step_summary
 from harness.results import FAILURES, Report, StorageError
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     beside.add_argument("path", type=Path, help=PATH_HELP)
     beside.add_argument("--subjects", required=True, metavar="NAME,NAME", help="subjects, as for --subject")
     options.add_to_parser(beside, "routes", "device", "seed", "report")
+    bench_command.add_to_parser(command("bench", bench_command.run, "time kernels side by side, each with its error"))
     options.add_to_parser(command("routes", _routes, "list the routes of a subject"), "subject")
     options.add_to_parser(command("doctor", _doctor, "say what this machine has, and what is missing"), "report")
     return parser

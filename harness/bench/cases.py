@@ -1,0 +1,129 @@
+"""Authority on what is timed: named problems in the shapes of real models, and how their tensors are made quickly."""
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from harness.problem import Case, Problem, materialise
+
+MODES = ("forward", "forward_backward")
+DISTINCT_HEADS = 4  # query heads with values of their own; making every one of 96 would take longer than timing them
+
+_BOUNDED = Problem(
+    entry="chunk",
+    lengths=(8192,),
+    heads=96,
+    K=128,
+    V=128,
+    dtype="bf16",
+    gate_dtype="bf16",
+    gate="lower_bound",
+    lower_bound=-5.0,
+    safe_gate=True,
+    l2norm=True,
+    beta_sigmoid=True,
+    loss="o",
+    q="gauss",
+    k="gauss",
+    v="gauss",
+    g="gauss",
+    beta="gauss",
+    A_log="gauss",
+    dt_bias="gauss",
+    do="gauss",
+    seed=1,
+)
+_MIXED = (1300, 547, 2048, 963, 271, 3063)
+
+
+def _softplus(problem: Problem) -> Problem:
+    """The same shape with Kimi-Linear's gate and initialisation."""
+    model = {"A_log": "kimi", "dt_bias": "kimi"}
+    return replace(problem, gate="softplus", lower_bound=None, safe_gate=False, **model)
+
+
+_H32 = replace(_BOUNDED, heads=32)
+# Small and at the edge of what bf16 operands resolve: there the error is the point, not the time.
+_DIFFICULT = replace(
+    _BOUNDED,
+    lengths=(200,),
+    heads=4,
+    K=64,
+    V=64,
+    gate="pregated",
+    lower_bound=None,
+    g="bounded",
+    A_log=None,
+    dt_bias=None,
+)
+_REPEATED = {"k": "repeated", "g": "zeros", "beta_sigmoid": False}
+
+CASES: Mapping[str, Problem] = {
+    "k3-T8192-H96": _BOUNDED,
+    "k3-T8192-H64": replace(_BOUNDED, heads=64),
+    "k3-T8192-H32": _H32,
+    "k3-8x1024-packed-H96": replace(_BOUNDED, lengths=(1024,) * 8, packed=True),
+    "k3-mixed-packed-H96": replace(_BOUNDED, lengths=_MIXED, packed=True),
+    "k3-T1024-H32": replace(_H32, lengths=(1024,)),
+    "k3-B8-T1024-H32": replace(_H32, lengths=(1024,) * 8),
+    "k3-T65536-H32": replace(_H32, lengths=(65536,)),
+    "kimi_linear-softplus-T8192-H32": _softplus(_H32),
+    "softplus-T8192-H96": _softplus(_BOUNDED),
+    "gva-T8192-H16-HV64": replace(_BOUNDED, heads=16, group=4),
+    **{
+        f"T8192-H32-K{K}-V{V}": replace(_H32, K=K, V=V)
+        for K, V in ((64, 64), (256, 256), (128, 256), (128, 64), (64, 128), (256, 128))
+    },
+    "difficult-random": _DIFFICULT,
+    "difficult-saturated_gate": replace(_DIFFICULT, g="bound"),
+    "difficult-repeated_keys-beta1": replace(_DIFFICULT, **_REPEATED, beta="ones"),
+    "difficult-repeated_keys-beta2": replace(_DIFFICULT, **_REPEATED, beta="twos"),
+    "difficult-gate_spikes": replace(_DIFFICULT, g="spikes_1e6", safe_gate=False),
+}
+
+
+def select(glob: str) -> dict[str, Problem]:
+    """The cases whose name matches, in order; ValueError if none does."""
+    chosen = {name: problem for name, problem in CASES.items() if fnmatch.fnmatch(name, glob)}
+    if not chosen:
+        raise ValueError(f"cases is {glob!r}; it must match one of {', '.join(CASES)}")
+    return chosen
+
+
+def distinct_heads(heads: int) -> int:
+    """The largest divisor of the number of query heads that is at most DISTINCT_HEADS."""
+    return max(n for n in range(1, DISTINCT_HEADS + 1) if heads % n == 0)
+
+
+def tensors(problem: Problem, device: str) -> Case:
+    """The problem with the values of its first heads repeated in all the others, each in memory of its own."""
+    made = distinct_heads(problem.heads)
+    few = materialise(replace(problem, heads=made), device)
+    inputs = {name: _repeated(name, x, problem.heads // made) for name, x in few.inputs.items()}
+    return Case(problem, inputs, few.options)
+
+
+def _repeated(name: str, x: Tensor, times: int) -> Tensor:
+    if name == "cu_seqlens":
+        return x
+    axis = {"A_log": 0, "dt_bias": 0, "initial_state": 1, "dht": 1}.get(name, 2)
+    return torch.cat([x] * times, axis)
+
+
+def bytes_that_must_move(case: Case, mode: str) -> int:
+    """Every tensor of the call once: inputs and outputs, and in forward_backward the gradients that arrive and leave.
+
+    What a kernel saves, recomputes or reads twice is not counted.
+    """
+    arriving = ("do", "dht")
+    inputs = {name: x for name, x in case.inputs.items() if name not in arriving}
+    moved = sum(x.nbytes for x in inputs.values()) + inputs["v"].nbytes
+    if case.problem.final_state:
+        N, HV = len(case.problem.lengths), case.problem.value_heads
+        moved += N * HV * case.problem.K * case.problem.V * torch.float32.itemsize
+    if mode == "forward_backward":
+        moved += sum(x.nbytes for name, x in case.inputs.items() if name != "cu_seqlens")
+    return moved
