@@ -71,7 +71,7 @@ def _start(settings: Settings, threads: int) -> None:
 
 def _work(job: Job) -> tuple[Checked, bool]:
     checked = _runner.check(job.route, job.problem, repeat=job.repeat, seed=_seed, forms=job.forms)
-    checked.runs = []  # outputs are large, and nobody asks for them there
+    checked.runs, checked.varied = [], {}  # outputs are large, and nobody asks for them there
     return checked, _runner.poisoned
 
 

@@ -41,16 +41,23 @@ class Finding:
 
     @classmethod
     def of(cls, route: str, verdict: Verdict, problem: Problem) -> "Finding":
-        digest = hashlib.sha256(f"{route} {verdict.quantity} {verdict.klass} {problem!r}".encode()).hexdigest()[:8]
-        variant = verdict.statistic if verdict.statistic in VARIANTS else ""
+        variant = form_of(verdict)
+        said = f"{route} {verdict.quantity} {verdict.klass} {variant} {problem!r}"
+        digest = hashlib.sha256(said.encode()).hexdigest()[:8]
         name = f"{route}-{verdict.quantity}-{verdict.klass.lower()}-{digest}"
         return cls(
             name, route, verdict.quantity, verdict.klass, verdict.ratio, str(verdict), problem, problem, variant=variant
         )
 
 
-def load_found(path: Path) -> tuple[str, str, str] | None:
-    """(route, quantity, class) that a problem.json says it was found with, or None; the problem itself is `Problem`'s.
+def form_of(verdict: Verdict) -> str:
+    """The form of the call that a verdict is about; "" for the call itself."""
+    return verdict.statistic if verdict.statistic in VARIANTS else ""
+
+
+def load_found(path: Path) -> tuple[str, str, str, str] | None:
+    """(route, quantity, class, form) that a problem.json says it was found with, or None; the problem itself is
+    `Problem`'s.
 
     ValueError where the file says anything else there.
     """
@@ -59,8 +66,12 @@ def load_found(path: Path) -> tuple[str, str, str] | None:
         return None
     named = tuple(found.get(name) for name in ("route", "quantity", "class"))
     if not all(isinstance(name, str) for name in named) or named[2] not in FAILURES:
-        raise ValueError(f"{path}: found is {named}; it must be a route, a quantity and one of {', '.join(FAILURES)}")
-    return named
+        known = ", ".join(sorted(FAILURES))
+        raise ValueError(f"{path}: found is {named}; it must be a route, a quantity and one of {known}")
+    form = found.get("form", "")
+    if form and form not in VARIANTS:
+        raise ValueError(f"{path}: found has form {form!r}; it must be one of {', '.join(VARIANTS)}")
+    return (*named, form)
 
 
 @dataclass
@@ -135,6 +146,7 @@ class Report:
             "route": finding.route,
             "quantity": finding.quantity,
             "class": finding.klass,
+            "form": finding.variant,
             "ratio": _number(finding.ratio),
             "message": finding.message,
             "original": repr(finding.original),
@@ -212,6 +224,7 @@ def document(
                 "route": f.route,
                 "quantity": f.quantity,
                 "class": f.klass,
+                "form": f.variant,
                 "ratio": _number(f.ratio),
                 "problem": f.problem.as_dict(),
                 "path": f.path,

@@ -47,6 +47,12 @@ SHAPE, DTYPE = None, None
 EXPECTED = None
 TOLERANCE = None
 ALLOWED_RMS = None
+FORM, PROMISE = "", ""
+OTHER = {}
+OTHER_KEYWORDS = {}
+KEPT = None
+ITSELF = None
+FACTOR, ALLOWED = 1.0, 0.0
 # </embedded>
 
 
@@ -57,14 +63,41 @@ def kernel_and_context():
     return eval(EXPRESSION, {ROOT: getattr(module, ROOT)}), contextlib.nullcontext
 
 
-def call():
+def spread(x):
+    """x as a view with gaps, which hold what no kernel may read."""
+    gap = nan if x.is_floating_point() else 2**20
+    wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 1), gap)
+    wide[..., 1::2] = x
+    return wide[..., 1::2]
+
+
+@contextlib.contextmanager
+def filled_with_nan():
+    """Memory that torch allocates without a value holds NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+def other_form():
+    """(arguments, keywords, what is around the call) of the other form"""
+    tensors = {name: x for name, x in {**TENSORS, **OTHER}.items() if x is not None}
+    return tensors, OTHER_KEYWORDS, filled_with_nan if FORM == "nan_filled" else contextlib.nullcontext
+
+
+def call(form=False):
     """(every output and gradient by name, the arguments that the call changed)"""
     kernel, context = kernel_and_context()
-    given = {name: x.clone().to(DEVICE) for name, x in TENSORS.items()}
+    tensors, keywords, around = other_form() if form else (TENSORS, KEYWORDS, contextlib.nullcontext)
+    given = {name: x.clone().to(DEVICE) for name, x in tensors.items()}
+    if form and FORM == "strided":
+        given = {name: spread(x) if x.dim() else x for name, x in given.items()}
     arriving = {name: given.pop(name) for name in ("do", "dht") if name in given}
     leaves = [given[name].requires_grad_() for name in GRADIENTS.values()]
-    with context():
-        returned = kernel(**given, **KEYWORDS)
+    with around(), context():
+        returned = kernel(**given, **keywords)
         results = returned if isinstance(returned, tuple) else (returned,)
         found = {name: x for name, x in zip(OUTPUTS, results) if x is not None}
         if leaves:
@@ -75,7 +108,7 @@ def call():
             found.update(zip(GRADIENTS, zeros))
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    changed = [name for name, x in given.items() if not same_bits(x, TENSORS[name])]
+    changed = [name for name, x in given.items() if not same_bits(x, tensors[name])]
     return {name: x.detach().cpu() for name, x in found.items()}, changed
 
 
@@ -128,12 +161,39 @@ def differs(first):
     return bool(unsteady)
 
 
+def disagrees(itself):
+    """True while the quantity in the other form is not what the call itself says."""
+    varied = call(form=True)[0]
+    print(f"{PROMISE}: the call itself against another form of it ({FORM})")
+    if QUANTITY not in itself:
+        return False
+    got, own = varied[QUANTITY].double().flatten(), itself[QUANTITY].double().flatten() * FACTOR
+    if KEPT is not None:
+        got, own = (torch.cat([torch.zeros(1).double(), x]) for x in (got, own))
+        got, own = got[KEPT.long().flatten()], own[ITSELF.long().flatten()]
+    if got.shape != own.shape:
+        print(f"{QUANTITY}: {got.numel()} elements, expected {own.numel()}")
+        return True
+    same = (got == own) | (got.isnan() & own.isnan())
+    if ALLOWED:
+        same |= ~(got.isfinite() & own.isfinite()) | ((got - own).abs() <= ALLOWED)
+    wrong = (~same).nonzero().flatten().tolist()
+    for flat in wrong[:SHOWN]:
+        number = flat if KEPT is None else int(ITSELF.flatten()[flat]) - 1
+        where = place(number, itself[QUANTITY].shape) if number >= 0 else "added"
+        print(f"{where:24} got {float(got[flat]):<16.9g} the call itself says {float(own[flat]):.9g}")
+    print(f"{QUANTITY}: {len(wrong)} of {same.numel()} elements differ")
+    return bool(wrong)
+
+
 def main():
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     found, changed = call()
     if QUANTITY == "inputs":
         wrong = bool(changed)
         print(f"arguments that the call changed: {', '.join(changed) or 'none'}")
+    elif FORM:
+        wrong = disagrees(found)
     elif CLASS == "NONDETERMINISTIC":
         wrong = differs(found)
     else:
