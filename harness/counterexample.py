@@ -136,7 +136,13 @@ def _runner(arguments: argparse.Namespace, subject: Subject, device: str, name: 
 
 
 def _routes(arguments: argparse.Namespace, subject: Subject, problem: Problem) -> list[Route]:
-    return [r for r in subject.routes if r.entry == problem.entry and fnmatch.fnmatch(r.id, arguments.routes)]
+    found = [r for r in subject.routes if r.entry == problem.entry and fnmatch.fnmatch(r.id, arguments.routes)]
+    if not found:
+        there = ", ".join(r.id for r in subject.routes if r.entry == problem.entry) or "none"
+        raise ValueError(
+            f"routes is {arguments.routes!r}; it must match one of {subject.name}'s for {problem.entry}: {there}"
+        )
+    return found
 
 
 def _status(results: list[Checked]) -> int:

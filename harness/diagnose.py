@@ -46,6 +46,7 @@ class Diagnosis:
     untraced: str  # why there are no stages
     spreads: tuple[Spread, ...]
     lines: tuple[tuple[str, str], ...]
+    seen: bool = True  # the failure was there again when this was made
 
     @property
     def field(self) -> Field | None:
@@ -69,7 +70,8 @@ def diagnose(runner: Runner, finding: Finding, seed: int = 0, seconds: float = 2
         finding = replace(finding, ratio=mine[0].ratio, message=str(mine[0]))
     fields = _fields(runner, route, finding, checked, mine[0] if mine else None, seed)
     spreads = _spreads(runner, route, finding, checked, deadline)
-    location = _location(finding, fields, checked)
+    seen = bool(mine) or lost
+    location = _location(finding, fields, checked) if seen else None
     stages, untraced = [], "no time for a stage trace"
     if not lost and finding.klass != "CRASH" and time.monotonic() < deadline:
         stages, untraced = stages_of(runner, route, problem, seed)
@@ -96,6 +98,7 @@ def diagnose(runner: Runner, finding: Finding, seed: int = 0, seconds: float = 2
         untraced=untraced,
         spreads=tuple(spreads),
         lines=(),
+        seen=seen,
     )
     return replace(made, lines=_lines(made))
 
@@ -192,8 +195,11 @@ def _what(made: Diagnosis) -> str:
     finding, place = made.finding, made.location
     head = f"{finding.klass}: {finding.quantity} of {finding.route} ({made.subject})"
     head += f", in another form of the call ({finding.variant})" if finding.variant else ""
+    if not made.seen:
+        return f"{head}: seen once, and not again: {finding.message.splitlines()[0]}"
     if finding.klass in ("CRASH", "HANG") or place is None:
-        return f"{head}: {finding.message.splitlines()[0]}"
+        summary = finding.message.splitlines()[0]
+        return f"{head}: {summary.partition('; ')[2] or summary}"
     if finding.klass == "NONDETERMINISTIC":
         return f"{head} differs from call to call"
     if finding.variant:
@@ -218,21 +224,33 @@ def _where(made: Diagnosis) -> str:
     if place is None and made.finding.variant and made.finding.klass != "CRASH":
         return "nowhere that the call itself has a result"
     if place is None:
-        files = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', made.finding.message)
-        return f"{files[-1][0]}:{files[-1][1]} in {files[-1][2]}" if files else "no numbers to look at"
+        return _crashed_at(made.finding.message) or "no numbers to look at"
     index = "".join(f"[{i}]" for i in place.first)
     at = ", ".join(f"{axis} {value}" for axis, value in place.first_at.items() if len(place.counts[axis]) > 1)
     return f"{place.where}; first at {made.finding.quantity}{index}" + (f" ({at})" if at else "")
 
 
+def _crashed_at(message: str) -> str:
+    """The innermost place of a traceback, or of a fatal error, which lists that one first; "" where there is none."""
+    raised = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', message)
+    died = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', message)
+    file, line, name = (raised[-1:] or died[:1] or [("", "", "")])[0]
+    return f"{file}:{line} in {name}" if file else ""
+
+
 def _how(made: Diagnosis) -> str:
+    if not made.seen and not made.spreads:
+        return "the same call was right when it was made again: memory that nobody wrote, or a race"
     if made.spreads:
         return str(made.spreads[0])
     if made.finding.variant:
         return _how_the_form_differs(made)
+    if made.finding.quantity == "inputs":
+        return "its bits after the call are not those before it"
     if made.location is None:
         lines = made.finding.message.strip().splitlines()
-        return lines[-1] if len(lines) > 1 else "the call returned nothing to compare"
+        fatal = next((line for line in lines if line.startswith("Fatal Python error: ")), None)
+        return fatal or (lines[-1] if len(lines) > 1 else "the call returned nothing to compare")
     return f"{made.location.relation}; first: {_first(made)}"
 
 

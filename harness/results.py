@@ -62,7 +62,9 @@ def load_found(path: Path) -> tuple[str, str, str, str] | None:
     ValueError where the file says anything else there.
     """
     found = json.loads(path.read_text()).get("found")
-    if not found or not isinstance(found, dict) or "class" not in found:
+    if not isinstance(found, dict | None):
+        raise ValueError(f"{path}: found is {found!r}; it must be an object, or left out")
+    if not found or "class" not in found:
         return None
     named = tuple(found.get(name) for name in ("route", "quantity", "class"))
     if not all(isinstance(name, str) for name in named) or named[2] not in FAILURES:
@@ -173,6 +175,19 @@ class Report:
         except OSError as error:
             print(line, file=sys.stderr, flush=True)
             raise StorageError(f"the results could not be written ({error}); they are printed above") from None
+
+
+def probe(path: Path, name: str) -> None:
+    """StorageError, now and not after an hour, if this file cannot be written; an existing one stays as it is."""
+    there = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise StorageError(f"{name} is {str(path)!r}; it must be a file that can be written ({error})") from None
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
