@@ -206,7 +206,7 @@ def run(
             console.print("the GPU is lost to this process after an illegal access: stopping", style="red")
         _explain_all(checks, runner, report, shrink_seconds, seed, device, keep_shape=shape is not None)
     except (KeyboardInterrupt, StorageError) as reason:
-        checks.required_left = max(1, checks.required_left)
+        checks.required_left = max(1, sum(task.required for task in tasks[checks.done :]))
         console.print(str(reason) or "interrupted; what was found is kept", markup=False, soft_wrap=True)
     finally:
         crew.close()

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from harness import autotune, interpreter
 from harness.call import NotCovered, RouteDidNotRun, stages_of
 from harness.isolate import context_is_lost
+from harness.orphans import end_with_parent
 from harness.problem import Problem, materialise
 from harness.subject import load_subject
 from harness.variants import VARIANTS, run
@@ -51,7 +52,8 @@ def main(subject_name: str, device: str, search_path: str, pin_autotune: str) ->
     # The subject may print: the protocol keeps the pipe, and everything else goes to stderr.
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)
+    end_with_parent()
     if device == "cpu":
         interpreter.install()
     if pin_autotune == "1":

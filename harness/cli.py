@@ -82,6 +82,8 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
         return INCOMPLETE
     report = Report(arguments.report)
     report.prepare()
+    if arguments.json:
+        results.probe(arguments.json, "json")
     console.print(_setting(results.environment(device)), markup=False, highlight=False)
     budget = arguments.budget or profile.budget
     checks = check.run(
@@ -162,8 +164,9 @@ def _verdict_line(checks: check.Checks, status: int) -> str:
         return f"OK: {done} checked, everything right"
     if status == FINDING:
         return f"{len(checks.findings)} findings in {done}"
+    left = f", {checks.required_left} required ones left" if checks.required_left else ""
     lost = f"; {checks.unproven[0]}" if checks.unproven else ""
-    return f"INCOMPLETE: {done} checked, {checks.required_left} required ones left{lost}"
+    return f"INCOMPLETE: {done} checked{left}{lost}"
 
 
 def _routes(arguments: argparse.Namespace, console: Console) -> int:

@@ -19,7 +19,7 @@ from harness.diagnose import diagnose, stages_of
 from harness.minimise import minimise
 from harness.problem import Problem, streams
 from harness.report import folder
-from harness.results import FAILURES, Finding, Report, load_found
+from harness.results import FAILURES, Finding, Report, form_of, load_found
 from harness.runner import Checked, Runner
 from harness.shrink import shrink
 from harness.subject import Subject, load_subject
@@ -136,7 +136,13 @@ def _runner(arguments: argparse.Namespace, subject: Subject, device: str, name: 
 
 
 def _routes(arguments: argparse.Namespace, subject: Subject, problem: Problem) -> list[Route]:
-    return [r for r in subject.routes if r.entry == problem.entry and fnmatch.fnmatch(r.id, arguments.routes)]
+    found = [r for r in subject.routes if r.entry == problem.entry and fnmatch.fnmatch(r.id, arguments.routes)]
+    if not found:
+        there = ", ".join(r.id for r in subject.routes if r.entry == problem.entry) or "none"
+        raise ValueError(
+            f"routes is {arguments.routes!r}; it must match one of {subject.name}'s for {problem.entry}: {there}"
+        )
+    return found
 
 
 def _status(results: list[Checked]) -> int:
@@ -161,7 +167,7 @@ def _trace(runner: Runner, route: Route, problem: Problem, seed: int, console: C
 
 
 def _failure(
-    arguments: argparse.Namespace, runner: Runner, problem: Problem, found: tuple[str, str, str] | None
+    arguments: argparse.Namespace, runner: Runner, problem: Problem, found: tuple[str, str, str, str] | None
 ) -> tuple[Finding | None, bool]:
     """(the failure that the file names, else the worst one of any route, else None; whether anything was covered)."""
     failures: list[tuple[str, Verdict]] = []
@@ -170,7 +176,7 @@ def _failure(
         for verdict in runner.check(route.id, problem, repeat=True, seed=arguments.seed, forms=VARIANTS).verdicts:
             covered |= verdict.klass != "NOT_COVERED"
             failures += [(route.id, verdict)] if verdict.klass in FAILURES else []
-    named = [(route, v) for route, v in failures if found == (route, v.quantity, v.klass)]
+    named = [(route, v) for route, v in failures if found == (route, v.quantity, v.klass, form_of(v))]
     ordered = named or sorted(failures, key=lambda one: SEVERITY.index(one[1].klass), reverse=True)
     return (Finding.of(*ordered[0], problem) if ordered else None), covered
 

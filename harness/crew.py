@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from harness import autotune, interpreter
+from harness.orphans import end_with_parent
 from harness.problem import Problem
 from harness.runner import Checked, Runner
 from harness.subject import load_subject
@@ -59,6 +60,7 @@ _seed = 0
 
 def _start(settings: Settings, threads: int) -> None:
     global _runner, _seed
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that started this process decides
     torch.set_num_threads(threads)
     if settings.device == "cpu":
@@ -71,7 +73,7 @@ def _start(settings: Settings, threads: int) -> None:
 
 def _work(job: Job) -> tuple[Checked, bool]:
     checked = _runner.check(job.route, job.problem, repeat=job.repeat, seed=_seed, forms=job.forms)
-    checked.runs = []  # outputs are large, and nobody asks for them there
+    checked.runs, checked.varied = [], {}  # outputs are large, and nobody asks for them there
     return checked, _runner.poisoned
 
 

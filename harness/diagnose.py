@@ -7,18 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from harness import necessity, repeats, stage_trace
+from harness.agreement import between
 from harness.call import Route
 from harness.field import Field, form, measure
 from harness.localise import Location, locate
 from harness.necessity import Trial
 from harness.problem import Problem, materialise
 from harness.repeats import Spread
-from harness.results import FAILURES, Finding
+from harness.results import FAILURES, Finding, form_of
 from harness.rows import PER_QUERY_HEAD
 from harness.runner import Checked, Runner
 from harness.stage_trace import StageRatio
+from harness.variants import VARIANTS
 from harness.verdict import Verdict
 
 MEASURED_STEPS = 5e7  # replicas of a field: tokens x heads x K x V; beyond it only the heads of the worst elements
@@ -34,14 +37,16 @@ class Diagnosis:
     route: Route
     device: str
     verdicts: tuple[Verdict, ...]
-    fields: Mapping[str, Field]
+    fields: Mapping[str, Field]  # against the oracle; that of a finding about another form, against the call itself
     form: tuple[list[int], torch.dtype | None] | None  # that the failing quantity must have
+    results: tuple[Tensor, Tensor] | None  # the failing quantity by the call itself, and in another form that has it
     location: Location | None
     trials: tuple[Trial, ...]
     stages: tuple[StageRatio, ...]
     untraced: str  # why there are no stages
     spreads: tuple[Spread, ...]
     lines: tuple[tuple[str, str], ...]
+    seen: bool = True  # the failure was there again when this was made
 
     @property
     def field(self) -> Field | None:
@@ -59,19 +64,22 @@ def diagnose(runner: Runner, finding: Finding, seed: int = 0, seconds: float = 2
         if lost
         else runner.check(route.id, problem, repeat=True, seed=seed, forms=(finding.variant,))
     )
-    mine = [v for v in checked.verdicts if (v.quantity, v.klass) == (finding.quantity, finding.klass)]
+    sought = (finding.quantity, finding.klass, finding.variant)
+    mine = [v for v in checked.verdicts if (v.quantity, v.klass, form_of(v)) == sought]
     if mine:
         finding = replace(finding, ratio=mine[0].ratio, message=str(mine[0]))
     fields = _fields(runner, route, finding, checked, mine[0] if mine else None, seed)
     spreads = _spreads(runner, route, finding, checked, deadline)
-    location = _location(finding, fields, checked)
+    seen = bool(mine) or lost
+    location = _location(finding, fields, checked) if seen else None
     stages, untraced = [], "no time for a stage trace"
     if not lost and finding.klass != "CRASH" and time.monotonic() < deadline:
         stages, untraced = stages_of(runner, route, problem, seed)
 
     def fails(candidate: Problem) -> bool | None:
         verdict = runner.verdict_like(finding, candidate, seed)
-        return None if verdict is None else verdict.klass in FAILURES
+        # A quantity without elements is right, and says nothing.
+        return None if verdict is None or verdict.statistic == "empty" else verdict.klass in FAILURES
 
     left = min(SHARE_OF_TRIALS * seconds, deadline - time.monotonic())
     trials = [] if lost else necessity.trials(problem, fails, left)
@@ -83,12 +91,14 @@ def diagnose(runner: Runner, finding: Finding, seed: int = 0, seconds: float = 2
         verdicts=tuple(checked.verdicts),
         fields=fields,
         form=None if lost else _form(runner, route, finding),
+        results=_both(finding, checked),
         location=location,
         trials=tuple(trials),
         stages=tuple(stages),
         untraced=untraced,
         spreads=tuple(spreads),
         lines=(),
+        seen=seen,
     )
     return replace(made, lines=_lines(made))
 
@@ -104,9 +114,25 @@ def _fields(
     if sum(problem.lengths) * problem.value_heads * problem.K * problem.V > MEASURED_STEPS and verdict is not None:
         queries = sorted({_query_head(finding, wrong.index) for wrong in verdict.census.worst[:1]}) or [0]
     spec = route.judged_by(problem)
-    return measure(
+    measured = measure(
         case.inputs, case.options, checked.runs[0], entry=problem.entry, spec=spec, queries=queries, seed=seed
     )
+    return measured | _between_forms(runner, finding, checked)
+
+
+def _between_forms(runner: Runner, finding: Finding, checked: Checked) -> Mapping[str, Field]:
+    """The failing quantity in another form beside what the call itself says; empty for a failure of the call itself."""
+    if _both(finding, checked) is None:
+        return {}
+    case, variant = materialise(finding.problem, "cpu" if runner.child else runner.device), VARIANTS[finding.variant]
+    found = between(variant, case, finding.quantity, checked.runs[0], checked.varied[finding.variant])
+    return {} if found is None else {finding.quantity: found}
+
+
+def _both(finding: Finding, checked: Checked) -> tuple[Tensor, Tensor] | None:
+    results = (*checked.runs[:1], *(x for name, x in checked.varied.items() if name == finding.variant))
+    both = tuple(x[finding.quantity].cpu() for x in results if finding.quantity in x)
+    return both if len(both) == 2 else None
 
 
 def _query_head(finding: Finding, index: tuple[int, ...]) -> int:
@@ -127,7 +153,7 @@ def _form(runner: Runner, route: Route, finding: Finding) -> tuple[list[int], to
 def _location(finding: Finding, fields: Mapping[str, Field], checked: Checked) -> Location | None:
     """Where the failing quantity is wrong; where two calls differ, if that is the failure."""
     name = finding.quantity
-    if name not in fields or finding.variant:
+    if name not in fields or (finding.variant and finding.variant not in checked.varied):
         return None
     if finding.klass != "NONDETERMINISTIC":
         return locate(fields[name], finding.problem)
@@ -168,10 +194,16 @@ def _lines(made: Diagnosis) -> tuple[tuple[str, str], ...]:
 def _what(made: Diagnosis) -> str:
     finding, place = made.finding, made.location
     head = f"{finding.klass}: {finding.quantity} of {finding.route} ({made.subject})"
+    head += f", in another form of the call ({finding.variant})" if finding.variant else ""
+    if not made.seen:
+        return f"{head}: seen once, and not again: {finding.message.splitlines()[0]}"
     if finding.klass in ("CRASH", "HANG") or place is None:
-        return f"{head}: {finding.message.splitlines()[0]}"
+        summary = finding.message.splitlines()[0]
+        return f"{head}: {summary.partition('; ')[2] or summary}"
     if finding.klass == "NONDETERMINISTIC":
         return f"{head} differs from call to call"
+    if finding.variant:
+        return f"{head}: {place.wrong} of {place.elements} elements differ from the call itself"
     far = f"{finding.ratio:.3g} x its limit"
     if math.isinf(finding.ratio):
         far = f"{place.nonfinite} not finite" if place.nonfinite else "where no error is allowed"
@@ -189,25 +221,46 @@ def _statistic(finding: Finding) -> str:
 
 def _where(made: Diagnosis) -> str:
     place = made.location
-    if made.finding.variant:
-        return f"between the call and another form of it ({made.finding.variant})"
+    if place is None and made.finding.variant and made.finding.klass != "CRASH":
+        return "nowhere that the call itself has a result"
     if place is None:
-        files = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', made.finding.message)
-        return f"{files[-1][0]}:{files[-1][1]} in {files[-1][2]}" if files else "no numbers to look at"
+        return _crashed_at(made.finding.message) or "no numbers to look at"
     index = "".join(f"[{i}]" for i in place.first)
     at = ", ".join(f"{axis} {value}" for axis, value in place.first_at.items() if len(place.counts[axis]) > 1)
     return f"{place.where}; first at {made.finding.quantity}{index}" + (f" ({at})" if at else "")
 
 
+def _crashed_at(message: str) -> str:
+    """The innermost place of a traceback, or of a fatal error, which lists that one first; "" where there is none."""
+    raised = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', message)
+    died = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', message)
+    file, line, name = (raised[-1:] or died[:1] or [("", "", "")])[0]
+    return f"{file}:{line} in {name}" if file else ""
+
+
 def _how(made: Diagnosis) -> str:
+    if not made.seen and not made.spreads:
+        return "the same call was right when it was made again: memory that nobody wrote, or a race"
     if made.spreads:
         return str(made.spreads[0])
     if made.finding.variant:
-        return made.finding.message.partition("; ")[2]
+        return _how_the_form_differs(made)
+    if made.finding.quantity == "inputs":
+        return "its bits after the call are not those before it"
     if made.location is None:
         lines = made.finding.message.strip().splitlines()
-        return lines[-1] if len(lines) > 1 else "the call returned nothing to compare"
+        fatal = next((line for line in lines if line.startswith("Fatal Python error: ")), None)
+        return fatal or (lines[-1] if len(lines) > 1 else "the call returned nothing to compare")
     return f"{made.location.relation}; first: {_first(made)}"
+
+
+def _how_the_form_differs(made: Diagnosis) -> str:
+    """The promise that was broken, and by how much."""
+    promise, field = VARIANTS[made.finding.variant].promise, made.field
+    if made.location is None:
+        return made.finding.message.partition("; ")[2]
+    got, itself = (float(x[made.location.first]) for x in (field.got, field.expected))
+    return f"{promise}; first: {got:.9g} in that form, and by the call itself it must be {itself:.9g}"
 
 
 def _first(made: Diagnosis) -> str:

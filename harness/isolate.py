@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -149,7 +150,8 @@ class Child:
 
     def _died(self) -> Outcome:
         code = self.process.wait()
-        tail = self.errors.read_bytes()[-STDERR_TAIL:].decode(errors="replace").strip()
+        said = self.errors.read_bytes().decode(errors="replace")
+        tail = re.sub(r"^Extension modules: .*\n?", "", said, flags=re.MULTILINE)[-STDERR_TAIL:].strip()
         self._kill()  # what it started, if anything
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
         return Outcome("crash", message=f"{how}\n{tail}" if tail else how)

@@ -18,7 +18,16 @@ def seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if not match:
         raise argparse.ArgumentTypeError(f"budget is {text!r}; it must look like 30s, 20m, 8h or 300")
+    if not float(match[1]):
+        raise argparse.ArgumentTypeError(f"budget is {text!r}; it must be more than 0")
     return float(match[1]) * _UNITS[match[2] or "s"]
+
+
+def subject(text: str) -> str:
+    """A name; an empty one, as an unset variable leaves it, would silently mean our own kernels."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"subject is {text!r}; it must be a name or module[:attribute]")
+    return text
 
 
 def count(text: str) -> int:
@@ -96,6 +105,7 @@ OPTIONS = (
         "subject",
         "implementation under test: kda, fla, a registered name, or module[:attribute] (default: KDA_SUBJECT, "
         "else kda)",
+        type=subject,
         metavar="NAME",
     ),
     Option("routes", "only routes that match this glob", "*", metavar="GLOB"),

@@ -41,26 +41,39 @@ class Finding:
 
     @classmethod
     def of(cls, route: str, verdict: Verdict, problem: Problem) -> "Finding":
-        digest = hashlib.sha256(f"{route} {verdict.quantity} {verdict.klass} {problem!r}".encode()).hexdigest()[:8]
-        variant = verdict.statistic if verdict.statistic in VARIANTS else ""
+        variant = form_of(verdict)
+        said = f"{route} {verdict.quantity} {verdict.klass} {variant} {problem!r}"
+        digest = hashlib.sha256(said.encode()).hexdigest()[:8]
         name = f"{route}-{verdict.quantity}-{verdict.klass.lower()}-{digest}"
         return cls(
             name, route, verdict.quantity, verdict.klass, verdict.ratio, str(verdict), problem, problem, variant=variant
         )
 
 
-def load_found(path: Path) -> tuple[str, str, str] | None:
-    """(route, quantity, class) that a problem.json says it was found with, or None; the problem itself is `Problem`'s.
+def form_of(verdict: Verdict) -> str:
+    """The form of the call that a verdict is about; "" for the call itself."""
+    return verdict.statistic if verdict.statistic in VARIANTS else ""
+
+
+def load_found(path: Path) -> tuple[str, str, str, str] | None:
+    """(route, quantity, class, form) that a problem.json says it was found with, or None; the problem itself is
+    `Problem`'s.
 
     ValueError where the file says anything else there.
     """
     found = json.loads(path.read_text()).get("found")
-    if not found or not isinstance(found, dict) or "class" not in found:
+    if not isinstance(found, dict | None):
+        raise ValueError(f"{path}: found is {found!r}; it must be an object, or left out")
+    if not found or "class" not in found:
         return None
     named = tuple(found.get(name) for name in ("route", "quantity", "class"))
     if not all(isinstance(name, str) for name in named) or named[2] not in FAILURES:
-        raise ValueError(f"{path}: found is {named}; it must be a route, a quantity and one of {', '.join(FAILURES)}")
-    return named
+        known = ", ".join(sorted(FAILURES))
+        raise ValueError(f"{path}: found is {named}; it must be a route, a quantity and one of {known}")
+    form = found.get("form", "")
+    if form and form not in VARIANTS:
+        raise ValueError(f"{path}: found has form {form!r}; it must be one of {', '.join(VARIANTS)}")
+    return (*named, form)
 
 
 @dataclass
@@ -135,6 +148,7 @@ class Report:
             "route": finding.route,
             "quantity": finding.quantity,
             "class": finding.klass,
+            "form": finding.variant,
             "ratio": _number(finding.ratio),
             "message": finding.message,
             "original": repr(finding.original),
@@ -161,6 +175,19 @@ class Report:
         except OSError as error:
             print(line, file=sys.stderr, flush=True)
             raise StorageError(f"the results could not be written ({error}); they are printed above") from None
+
+
+def probe(path: Path, name: str) -> None:
+    """StorageError, now and not after an hour, if this file cannot be written; an existing one stays as it is."""
+    there = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise StorageError(f"{name} is {str(path)!r}; it must be a file that can be written ({error})") from None
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -212,6 +239,7 @@ def document(
                 "route": f.route,
                 "quantity": f.quantity,
                 "class": f.klass,
+                "form": f.variant,
                 "ratio": _number(f.ratio),
                 "problem": f.problem.as_dict(),
                 "path": f.path,

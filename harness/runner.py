@@ -8,14 +8,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from harness import variants
+from harness import agreement, variants
 from harness.bits import differing_bytes
 from harness.call import NotCovered, Route, RouteDidNotRun, stages_of
 from harness.isolate import Child, Outcome, context_is_lost
 from harness.problem import Problem, materialise
-from harness.results import Finding
+from harness.results import Finding, form_of
 from harness.subject import Subject
-from harness.variants import Variant
+from harness.variants import VARIANTS, Variant
 from harness.verdict import Verdict, judge, severity, worst
 
 SMALL_STEPS = 2e7  # tokens x heads x K x V up to which the oracle is faster on the CPU than a launch per operation
@@ -35,6 +35,7 @@ class Checked:
     peak_bytes: int = 0
     proven: bool = True
     runs: list[Mapping[str, Tensor]] = field(default_factory=list)  # what each call returned
+    varied: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)  # and what each form of it did, by its name
     missing: frozenset[str] = frozenset()  # quantities of the problem that the route does not claim to have
 
 
@@ -93,7 +94,7 @@ class Runner:
             checked.verdicts += _differences(outcome, again)
             for variant in variants.applicable(route, problem):
                 if variant.name in forms:
-                    checked.verdicts += self._varied(route, problem, variant, outcome)
+                    checked.verdicts += self._varied(checked, route, problem, variant, outcome)
             started = time.perf_counter()
             wanted = route.quantities(problem)
             wanted = wanted if only is None else wanted & {only}
@@ -102,28 +103,33 @@ class Runner:
         checked.proven = outcome.status != "unproven"
         return checked
 
-    def _varied(self, route: Route, problem: Problem, variant: Variant, outcome: Outcome) -> list[Verdict]:
+    def _varied(
+        self, checked: Checked, route: Route, problem: Problem, variant: Variant, outcome: Outcome
+    ) -> list[Verdict]:
         """What a variant of the call shows beside the call itself, which ran."""
         varied = self.run(route, problem, variant)
         if varied.status == "not_covered":
             return []
         if varied.status != "ran":
             return [Verdict("call", "CRASH", math.inf, variant.name, f"{variant.promise}: {varied.message}")]
+        checked.varied[variant.name] = varied.outputs
         case = materialise(problem, "cpu" if self.child else self.device)
-        return list(variants.violations(variant, case, outcome.outputs, varied.outputs))
+        return list(agreement.violations(variant, case, outcome.outputs, varied.outputs))
 
     def verdict_like(self, finding: Finding, problem: Problem, seed: int = 0) -> Verdict | None:
         """The verdict on the quantity of a finding; None if the problem has none, or the route does not take it."""
-        twice = finding.klass == "NONDETERMINISTIC"
-        verdicts = self.check(
-            finding.route, problem, repeat=twice, seed=seed, forms=(finding.variant,), only=finding.quantity
-        ).verdicts
+        route, twice = self.subject.route(finding.route, problem.entry), finding.klass == "NONDETERMINISTIC"
+        if finding.variant and VARIANTS[finding.variant] not in variants.applicable(route, problem):
+            return None
+        forms, only = ((finding.variant,), "") if finding.variant else ((), finding.quantity)
+        verdicts = self.check(finding.route, problem, repeat=twice, seed=seed, forms=forms, only=only).verdicts
         if self.poisoned or any(v.klass == "NOT_COVERED" for v in verdicts):
             return None
-        mine = [v for v in verdicts if v.quantity == finding.quantity]
-        if not mine and finding.quantity in OF_THE_CALL:
-            return Verdict(finding.quantity, "OK", 0.0)
-        return worst(mine) if mine else None
+        mine = [v for v in verdicts if v.quantity == finding.quantity and form_of(v) == finding.variant]
+        if mine:
+            return worst(mine)
+        has_none = finding.quantity not in (*OF_THE_CALL, *route.quantities(problem))
+        return None if has_none else Verdict(finding.quantity, "OK", 0.0)
 
     def fails_like(self, finding: Finding, problem: Problem, seed: int = 0) -> bool:
         """Whether the problem shows the same failure: quantity and class, and no milder a degree of it."""

@@ -273,7 +273,7 @@ def load_subject(name: str | None = None) -> Subject:
     module, _, attribute = name.partition(":")
     try:
         value: object = importlib.import_module(module)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         must = "kda, fla, a registered name or module[:attribute]"
         raise ValueError(f"subject is {name!r}; it must be {must} ({error})") from None
     for part in filter(None, attribute.split(".")):

@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import triton
@@ -13,12 +13,9 @@ from torch import Tensor
 
 from harness import interpreter
 from harness.call import Route, Run, call
-from harness.census import Verdict
 from harness.problem import Case, Problem
 from harness.rows import BY_TOKEN, heads_of, slice_heads, slice_output
-from oracle.envelope import FLOOR
 from oracle.packing import Layout
-from oracle.rounding import FORMAT_OF_DTYPE
 
 TOKENS = ("q", "k", "v", "g", "beta", "do")  # inputs `[B, T, ...]`
 STATES = ("initial_state", "dht")  # inputs `[N, HV, ...]`
@@ -26,7 +23,7 @@ PARAMETER_GRADIENTS = frozenset({"dA_log", "ddt_bias"})
 FACTOR = -0.125  # a power of two: no format rounds it
 TAIL_ADDED = 3  # tokens
 
-Expectation = Callable[[Case, str, Tensor], Tensor | None]
+Selection = Callable[[Case, str, Tensor], Tensor | None]
 
 
 def _always(problem: Problem) -> bool:
@@ -39,8 +36,8 @@ def _unchanged(case: Case, name: str, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Variant:
-    """A changed call. `expected` is what must come of a quantity, from what it was, or None where nothing is promised;
-    `kept` is the part of the changed call's result that is held against it.
+    """A changed call. `expected` selects from a quantity of the call itself what must come, times `factors`, or says
+    None where nothing is promised; `kept` is the part of the changed call's result that is held against it.
 
     `universal` ones hold for any deterministic kernel; the others for routes that are declared independent of batch,
     packing, other heads and later tokens. With `scaled` results are ordinary numbers up to underflow and overflow.
@@ -50,8 +47,9 @@ class Variant:
     promise: str
     applies: Callable[[Problem], bool] = _always
     change: Callable[[Case], Case] = lambda case: case
-    expected: Expectation = _unchanged
-    kept: Expectation = _unchanged
+    expected: Selection = _unchanged
+    kept: Selection = _unchanged
+    factors: Mapping[str, float] = field(default_factory=dict)  # by quantity, powers of two and -1; others stay
     context: Callable[[], AbstractContextManager] = contextlib.nullcontext
     universal: bool = False
     scaled: bool = False
@@ -70,29 +68,6 @@ def applicable(route: Route, problem: Problem) -> list[Variant]:
     return [v for v in VARIANTS.values() if (v.universal or route.invariant) and v.applies(problem)]
 
 
-def violations(
-    variant: Variant, case: Case, first: Mapping[str, Tensor], second: Mapping[str, Tensor]
-) -> Iterator[Verdict]:
-    """A verdict for every quantity of the changed call that is not what the call itself says it must be."""
-    for name, x in first.items():
-        expected = variant.expected(case, name, x)
-        if expected is None or name not in second:
-            continue
-        got = variant.kept(case, name, second[name])
-        if got.shape != expected.shape:
-            message = f"{variant.promise}: shape is {list(got.shape)}, must be {list(expected.shape)}"
-            yield Verdict(name, "BUG", math.inf, variant.name, message)
-            continue
-        same = (got == expected) | (got.isnan() & expected.isnan())
-        if variant.scaled:
-            both = torch.isfinite(got) & torch.isfinite(expected)
-            same |= ~both | ((got.double() - expected.double()).abs() <= FLOOR[FORMAT_OF_DTYPE[got.dtype]])
-        count = int((~same).sum())
-        if count:
-            message = f"{variant.promise}: {count} of {got.numel()} elements differ"
-            yield Verdict(name, "BUG", math.inf, variant.name, message)
-
-
 def _with(case: Case, inputs: Mapping[str, Tensor | None], **changes: object) -> Case:
     problem = replace(case.problem, edits=(), **changes) if changes else case.problem
     return replace(case, problem=problem, inputs={**case.inputs, **inputs})
@@ -103,11 +78,6 @@ def _times(factor: float, names: tuple[str, ...]) -> Callable[[Case], Case]:
         return _with(case, {n: case.inputs[n] * factor for n in names if case.inputs.get(n) is not None})
 
     return change
-
-
-def _scales(factors: Mapping[str, float]) -> Expectation:
-    """Quantities named here are multiplied; the others stay as they were."""
-    return lambda case, name, x: x * factors.get(name, 1.0)
 
 
 def _layout(case: Case) -> Layout:
@@ -132,7 +102,7 @@ def _rows(layout: Layout, late: bool) -> Tensor:
     return mask
 
 
-def _by_token(names: frozenset[str], late: bool) -> Expectation:
+def _by_token(names: frozenset[str], late: bool) -> Selection:
     """Only these quantities, only at these rows."""
 
     def select(case: Case, name: str, x: Tensor) -> Tensor | None:
@@ -340,7 +310,7 @@ VARIANTS: Mapping[str, Variant] = {
             "o, states and gradients but dv and dh0 are linear in (v, initial state)",
             _scalable,
             _times(FACTOR, ("v", "initial_state")),
-            _scales(_factors(FACTOR, "dv", "dh0")),
+            factors=_factors(FACTOR, "dv", "dh0"),
             universal=True,
             scaled=True,
         ),
@@ -349,7 +319,7 @@ VARIANTS: Mapping[str, Variant] = {
             "gradients are linear in those of the outputs",
             lambda problem: problem.gradients and problem.dtype != "fp16",
             _times(FACTOR, ("do", "dht")),
-            _scales(_factors(FACTOR, *_FORWARD)),
+            factors=_factors(FACTOR, *_FORWARD),
             universal=True,
             scaled=True,
         ),
@@ -358,7 +328,7 @@ VARIANTS: Mapping[str, Variant] = {
             "-q and -dht negate o and all gradients but dq",
             lambda problem: problem.entry != "gate",
             _times(-1.0, ("q", "dht")),
-            _scales(_factors(-1.0, "dq", "ht", "h")),
+            factors=_factors(-1.0, "dq", "ht", "h"),
             universal=True,
         ),
         Variant(
@@ -366,7 +336,7 @@ VARIANTS: Mapping[str, Variant] = {
             "-k with a negated state, dht and do negates o, states, dk and dh0",
             lambda problem: problem.entry != "gate",
             _times(-1.0, ("k", "initial_state", "do", "dht")),
-            _scales(dict.fromkeys((*_FORWARD, "dk", "dh0"), -1.0)),
+            factors=dict.fromkeys((*_FORWARD, "dk", "dh0"), -1.0),
             universal=True,
         ),
         Variant(

@@ -10,9 +10,11 @@ import torch
 from harness import interpreter
 from harness.mutants.mutant import Mutant, Trial
 from harness.mutants.trial import try_mutant
+from harness.orphans import end_with_parent
 
 
 def _prepare(device: str) -> None:
+    end_with_parent()
     torch.set_num_threads(1)
     if device == "cpu":
         interpreter.install()

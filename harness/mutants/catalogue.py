@@ -1,6 +1,6 @@
 """Authority on the catalogue: every mutant, by the part of the sources it is in."""
 
-from harness.mutants import chunk_faults, gate_faults, host_faults, recurrent_faults, state_faults
+from harness.mutants import chunk_faults, fused_faults, gate_faults, host_faults, recurrent_faults, state_faults
 from harness.mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -8,5 +8,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *recurrent_faults.MUTANTS,
     *chunk_faults.MUTANTS,
     *state_faults.MUTANTS,
+    *fused_faults.MUTANTS,
     *host_faults.MUTANTS,
 )

@@ -22,6 +22,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     chosen = [m for m in MUTANTS if fnmatch.fnmatch(m.id, glob) or fnmatch.fnmatch(m.kind, glob)]
     if not chosen:
         raise ValueError(f"mutants is {glob!r}; it must match an id or a kind")
+    if arguments.json:
+        results.probe(arguments.json, "json")
     device = arguments.device or options.default_device()
     by_id = {mutant.id: mutant for mutant in chosen}
 

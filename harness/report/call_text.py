@@ -2,6 +2,8 @@
 
 from harness.call import DIFFERENTIABLE, Route, keywords
 from harness.problem import Case, Problem
+from harness.results import Finding
+from harness.variants import VARIANTS
 
 TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
 STREAM_OF = {"initial_state": "h0"}
@@ -53,3 +55,16 @@ def _described(problem: Problem, stream: str) -> str:
     """What a tensor is filled with."""
     edits = sum(edit.tensor == stream for edit in problem.edits)
     return f"{getattr(problem, stream)}{f', then {edits} set by hand' if edits else ''}"
+
+
+def form_lines(finding: Finding) -> list[str]:
+    """What another form of the call is and how to run it, for a finding about one."""
+    if not finding.variant:
+        return []
+    variant = VARIANTS[finding.variant]
+    return [
+        f"The call alone does not show this: it fails in another form, {variant.name}, of which is promised that "
+        f"{variant.promise}.",
+        "`kda replay problem.json` runs the call and every other form of it; what is said to be expected here is what "
+        "follows from the result of the call itself.",
+    ]

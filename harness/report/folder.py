@@ -29,10 +29,12 @@ def write(made: Diagnosis, report: Report, env: Mapping[str, object]) -> Finding
         return finding
     folder, case = Path(finding.path).parent, materialise(made.finding.problem)
     made = replace(made, finding=finding)
+    reproduce = script(made, case)
+    scripted = reproduce is not None
     files: dict[str, Callable[[], str | bytes | None]] = {
-        "report.html": lambda: page(made, case, env),
-        "report.md": lambda: markdown(made, case, env),
-        "reproduce.py": lambda: script(made, case),
+        "report.html": lambda: page(made, case, env, scripted),
+        "report.md": lambda: markdown(made, case, env, scripted),
+        "reproduce.py": lambda: reproduce,
         "expected.safetensors": lambda: _tensors(made, case),
     }
     for name, content in files.items():

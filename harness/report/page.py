@@ -9,7 +9,7 @@ import torch
 
 from harness.diagnose import Diagnosis
 from harness.problem import Case
-from harness.report.call_text import call_lines, shape_lines
+from harness.report.call_text import call_lines, form_lines, shape_lines
 from harness.report.figures import MOST_CELLS, panels
 from harness.report.numbers import Table, explicit, place, short
 from harness.results import FAILURES
@@ -19,8 +19,8 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 LEGEND = ("to 1/4", "to 1/2", "to 1: inside", "to 3", "to 10", "to 100", "to 1e4", "beyond", "not finite")
 
 
-def page(made: Diagnosis, case: Case, env: Mapping[str, object]) -> str:
-    """The whole document."""
+def page(made: Diagnosis, case: Case, env: Mapping[str, object], scripted: bool = True) -> str:
+    """The whole document. `scripted`: there is a reproduce.py beside it."""
     finding = made.finding
     title = f"{finding.quantity} of {finding.route}"
     body = [
@@ -39,7 +39,7 @@ def page(made: Diagnosis, case: Case, env: Mapping[str, object]) -> str:
         _stages(made),
         _quantities(made),
         "</div>",
-        _again(made),
+        _again(made, scripted),
         _environment(env),
     ]
     drawn = _panels(made)
@@ -92,7 +92,8 @@ def _setting(env: Mapping[str, object]) -> str:
 
 def _lines(made: Diagnosis) -> str:
     items = "".join(f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in made.lines)
-    return f'<section class="card"><dl class="lines">{items}</dl></section>'
+    form = "".join(f"<p>{escape(text.replace('`', ''))}</p>" for text in form_lines(made.finding))
+    return f'<section class="card"><dl class="lines">{items}</dl>{form}</section>'
 
 
 def _panels(made: Diagnosis) -> list[dict[str, object]]:
@@ -198,10 +199,11 @@ def _quantities(made: Diagnosis) -> str:
     return _card("Everything that the call returned", table(("quantity", "class", "worst over its limit", "by"), rows))
 
 
-def _again(made: Diagnosis) -> str:
+def _again(made: Diagnosis, scripted: bool) -> str:
     finding = made.finding
+    script = "python reproduce.py                       # needs torch and the kernel's package only"
     commands = [
-        "python reproduce.py                       # needs torch and the kernel's package only",
+        *([script] if scripted else []),
         "kda replay problem.json --subject NAME    # the same call on any subject",
         "kda compare problem.json --subjects kda,NAME",
     ]

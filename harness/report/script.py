@@ -12,7 +12,9 @@ from harness.call import DIFFERENTIABLE
 from harness.diagnose import Diagnosis
 from harness.field import Field
 from harness.problem import Case
-from harness.report.call_text import TENSORS, given_keywords, target
+from harness.report.call_text import given_keywords, target
+from harness.report.other_form import NEEDS_HARNESS, FormOfCall, form_of_call, given_tensors
+from harness.variants import VARIANTS
 
 LITERAL = 64  # elements up to which a tensor is written as numbers
 EMBEDDED_BYTES = 2**24  # of inputs and expected values; beyond it there is no script
@@ -22,17 +24,21 @@ OUTPUTS = ("o", "ht", "h")
 
 def script(made: Diagnosis, case: Case) -> str | None:
     """The text of reproduce.py; None where the inputs are too large to embed, the function is not importable, or the
-    failure lies between two forms of the call.
+    failure is in a form of the call that only the harness can make.
     """
     module, expression = target(made.route)
-    tensors = {name: x for name in (*TENSORS, "do", "dht") if (x := case.inputs.get(name)) is not None}
+    tensors = given_tensors(case)
     size = sum(x.numel() * x.element_size() for x in tensors.values())
-    if not module or size > EMBEDDED_BYTES or made.finding.variant:
+    if not module or made.finding.variant in NEEDS_HARNESS:
+        return None
+    form = form_of_call(made, case) if made.finding.variant else None
+    if size + (form.size if form else 0) > EMBEDDED_BYTES:
         return None
     template = resources.files("harness.report").joinpath("reproduce_template.py").read_text()
     head, _, rest = template.partition("# <embedded>\n")
     _, _, tail = rest.partition("# </embedded>\n")
-    embedded = "\n".join(_embedded(made, case, module, expression, tensors))
+    lines = _embedded(made, case, module, expression, tensors) + (_of_form(form, made) if form else [])
+    embedded = "\n".join([*lines, ""])
     return head.replace("SUMMARY", _summary(made)) + embedded + tail
 
 
@@ -53,13 +59,22 @@ def _embedded(made: Diagnosis, case: Case, module: str, expression: str, tensors
         "TENSORS = {",
     ]
     lines += [f"    {name!r}: {_tensor(x)}," for name, x in tensors.items()] + ["}"]
-    expected = _expected(field)
+    expected = None if finding.variant else _expected(field)
     shape, dtype = made.form or (None, None)
     lines.append(f"SHAPE, DTYPE = {shape!r}, {str(dtype).removeprefix('torch.') if dtype else None!r}")
     lines.append(f"EXPECTED = {_tensor(expected[0]) if expected else None}")
     lines.append(f"TOLERANCE = {_tensor(expected[1]) if expected else None}")
-    lines.append(f"ALLOWED_RMS = {_allowed_rms(made)!r}")
-    return [*lines, ""]
+    lines.append(f"ALLOWED_RMS = {None if finding.variant else _allowed_rms(made)!r}")
+    return lines
+
+
+def _of_form(form: FormOfCall, made: Diagnosis) -> list[str]:
+    """The other form of the call, over the empty one of the template."""
+    lines = [f"FORM, PROMISE = {made.finding.variant!r}, {VARIANTS[made.finding.variant].promise!r}", "OTHER = {"]
+    lines += [f"    {name!r}: {None if x is None else _tensor(x)}," for name, x in form.changed.items()] + ["}"]
+    lines.append(f"OTHER_KEYWORDS = {form.keywords!r}")
+    lines += [f"{name} = {None if x is None else _tensor(x)}" for name, x in form.places().items()]
+    return [*lines, f"FACTOR, ALLOWED = {form.factor!r}, {form.allowed!r}"]
 
 
 def _outputs(made: Diagnosis) -> tuple[str, ...]:

@@ -63,12 +63,24 @@ def test_a_budget_that_ends_too_early_exits_3(tmp_path):
         (["check", "--budget", "soon"], "budget is 'soon'"),
         (["check", "--shape", "2x2"], "shape is '2x2'"),
         (["check", "--device", "tpu"], "device is 'tpu'"),
+        (["check", "--budget", "0s"], "budget is '0s'"),
+        (["check", "--subject", ""], "subject is ''"),
+        (["check", "--subject", ":x"], "subject is ':x'"),
+        (["check", "--routes", "torch", "--report", "{}", "--json", "{}/file/results.json"], "json is"),
+        (["mutants", "--mutants", "offsets_32", "--json", "{}/file/mutants.json"], "json is"),
+        (["replay", "{}/problem.json", "--routes", "nowhere"], "routes is 'nowhere'"),
+        (["compare", "{}/problem.json", "--subjects", "kda", "--routes", "nowhere"], "routes is 'nowhere'"),
     ],
-    ids=["subject", "path", "budget", "shape", "device"],
+    ids=[
+        *("subject", "path", "budget", "shape", "device", "no_time", "empty_subject", "no_module"),
+        *("check_json", "mutants_json", "replay_routes", "compare_routes"),
+    ],
 )
-def test_wrong_use_exits_2_and_names_the_argument(arguments, complaint, capsys):
+def test_wrong_use_exits_2_and_names_the_argument(arguments, complaint, capsys, tmp_path):
+    (tmp_path / "file").write_text("where a folder should be")
+    (tmp_path / "problem.json").write_text(Problem().to_json())
     try:
-        status = main(arguments)
+        status = main([argument.format(tmp_path) for argument in arguments])
     except SystemExit as error:
         status = error.code
     assert status == 2

@@ -1,5 +1,9 @@
 """Several processes at the same tasks: the same answers in the same order, and a death that costs only time."""
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -52,3 +56,36 @@ def test_a_subject_that_kills_its_process_is_a_result(tmp_path):
 )
 def test_how_many_processes(asked, tasks, device, foreign, expected):
     assert processes(asked, tasks, device, foreign) == expected
+
+
+ENDLESS = """
+import os, sys, time
+from harness.orphans import end_with_parent
+child = os.fork()
+if not child:
+    end_with_parent()
+    time.sleep(600)
+print(child, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_works_for_a_process_ends_with_it():
+    """Killed so that it cannot say goodbye: a pool's workers would wait for ever, and go on with what they have."""
+    parent = subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    time.sleep(1.0)  # the watch has begun
+    os.kill(child, 0)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not ended(child):
+        time.sleep(0.2)
+    assert ended(child)
+
+
+def ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    except FileNotFoundError:
+        return True

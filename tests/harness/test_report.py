@@ -221,3 +221,45 @@ def test_the_index_has_every_finding_the_worst_first(leaky, tmp_path):
     text = folder.write_index([others[0], finding, others[1]], report, "leaky", 0).read_text()
     places = [text.index(f'href="{one.id}/report.html"') for one in (others[1], finding, others[0])]
     assert places == sorted(places) and "<h1>3 findings</h1>" in text
+
+
+STAGED_FP32 = Problem(entry="chunk", lengths=(3,), K=2, V=2, loss="none", q="ramp", k="unit", v="ramp", beta="half")
+
+
+def test_the_script_runs_kernels_that_only_a_repaired_interpreter_takes(tmp_path):
+    """The staged kernels in fp32 multiply in a way that Triton's own interpreter refuses."""
+    runner = Runner(load_subject("kda"), "cpu", tmp_path, isolated=False)
+    verdict = Verdict("o", "BUG", 5.0, "element")
+    made = diagnose(runner, Finding.of("chunk-unbounded", verdict, STAGED_FP32), seconds=0.0)
+    done = reproduced(written(tmp_path, made) / "reproduce.py", TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "o: 0 of 6 elements are over their tolerance\nthe fault is gone" in done.stdout
+
+
+def test_a_script_that_cannot_run_says_nothing_of_the_fault(leaky, tmp_path):
+    """A package without the function is no fault in it."""
+    script = tmp_path / "reproduce.py"
+    script.write_text((leaky[1] / "reproduce.py").read_text().replace("leaky", "nowhere"))
+    done = reproduced(script)
+    assert done.returncode == 2
+    assert "nothing is known of the fault" in done.stdout and "nowhere" in done.stderr
+
+
+def test_a_failure_that_is_not_there_again_is_not_explained(tmp_path):
+    runner = Runner(load_subject(f"{SUBJECTS}:right"), "cpu", tmp_path, isolated=False)
+    verdict = Verdict("o", "BUG", math.inf, "nonfinite")
+    made = diagnose(runner, Finding.of("chunk-unbounded", verdict, PROBLEM), seconds=0.0)
+    assert "seen once, and not again: o: BUG, nonfinite" in dict(made.lines)["what"]
+    assert made.location is None
+
+
+def test_a_death_has_a_place_and_a_name(tmp_path):
+    runner = Runner(load_subject(f"{SUBJECTS}:segfault"), "cpu", tmp_path, timeouts=(60.0, 60.0))
+    try:
+        (verdict,) = runner.check("chunk-unbounded", PROBLEM).verdicts
+        lines = dict(diagnose(runner, Finding.of("chunk-unbounded", verdict, PROBLEM), seconds=0.0).lines)
+    finally:
+        runner.close()
+    assert lines["what"].endswith(": killed by SIGSEGV")
+    assert "subjects.py:" in lines["where"] and lines["where"].endswith(" in _segfault")
+    assert lines["how"] == "Fatal Python error: Segmentation fault"

@@ -6,16 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-import kda
 from harness import variants
+from harness.agreement import violations
 from harness.call import Route
 from harness.families import family
 from harness.problem import Problem, materialise
 from harness.runner import Runner
 from harness.subject import Subject, own_subject
-from harness.variants import VARIANTS, applicable, violations
+from harness.variants import VARIANTS, applicable
 from harness.verdict import judge
 from kda.fused_recurrent import PRECISION
+from tests.harness.wrong_forms import WRONG, right
 
 PLAIN = {
     "q": "unit",
@@ -40,55 +41,6 @@ GATE = Problem(
 )
 
 
-def right(**kwargs):
-    with kda.force_route("torch"):
-        return kda.chunk_kda(**kwargs)
-
-
-def off_by(fault):
-    """A kernel whose o has that much added, of its arguments."""
-
-    def wrong(**kwargs):
-        o, *rest = right(**kwargs)
-        return (o + fault(o, **kwargs), *rest)
-
-    return wrong
-
-
-def gradient_of_all(**kwargs):
-    """The same values, but the gradient of each token of v is shared by all."""
-    mean = kwargs["v"].mean(1, keepdim=True)
-    return right(**{**kwargs, "v": kwargs["v"] + (mean - mean.detach())})
-
-
-def gradient_plus(**kwargs):
-    kwargs["v"].register_hook(lambda grad: grad + 1)
-    return right(**kwargs)
-
-
-def as_if_dense(**kwargs):
-    q = kwargs["q"]
-    return right(**{**kwargs, "q": q.as_strided(q.shape, torch.empty(q.shape).stride())})
-
-
-WRONG = {
-    "scaled_values": off_by(lambda o, **_: 1e-6),
-    "scaled_loss": gradient_plus,
-    "negated_queries": off_by(lambda o, **_: 1e-6),
-    "negated_keys": off_by(lambda o, **_: 1e-6),
-    "strided": as_if_dense,
-    "nan_filled": off_by(lambda o, **_: 0 * torch.empty(1)),
-    "causal": off_by(lambda o, v, **_: v.mean(1, keepdim=True)),
-    "causal_gradients": gradient_of_all,
-    "alone": off_by(lambda o, v, **_: v.sum((0, 1), keepdim=True)),
-    "packed": off_by(lambda o, cu_seqlens, **_: 0.0 if cu_seqlens is None else 1e-6),
-    "nan_tail": off_by(lambda o, v, **_: 0 * v.sum()),
-    "nan_sequence": off_by(lambda o, v, **_: 0 * v.sum((0, 1), keepdim=True)),
-    "nan_head": off_by(lambda o, v, **_: 0 * v.sum(2, keepdim=True)),
-    "head_alone": off_by(lambda o, v, **_: v.sum(2, keepdim=True)),
-}
-
-
 def our_route(problem: Problem) -> Route:
     return own_subject().route("gate" if problem.entry == "gate" else "recurrent", problem.entry)
 
@@ -102,11 +54,11 @@ def route_of(function) -> Route:
     return Route("chunk-unbounded", "chunk", function, PRECISION, invariant=True)
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", vars(WRONG))
 def test_variant_tells_on_what_it_is_there_for(name):
     variant = VARIANTS[name]
     problem = next(p for p in (PACKED, DENSE) if variant.applies(p))
-    case, route = materialise(problem), route_of(WRONG[name])
+    case, route = materialise(problem), route_of(getattr(WRONG, name))
     first = variants.run(route, case, None).outputs
     second = variants.run(route, case, variant).outputs
     assert {(v.klass, v.statistic) for v in violations(variant, case, first, second)} == {("BUG", name)}
@@ -135,7 +87,7 @@ def test_routes_that_promise_nothing_are_held_to_universal_forms_only():
 
 @pytest.mark.parametrize("isolated", [False, True], ids=["here", "child"])
 def test_runner_reports_a_form_that_differs(tmp_path, isolated):
-    subject = Subject("tests.harness.subjects:uses_the_future", "", (route_of(WRONG["causal"]),))
+    subject = Subject("tests.harness.subjects:uses_the_future", "", (route_of(WRONG.causal),))
     runner = Runner(subject, "cpu", tmp_path, isolated=isolated)
     try:
         verdicts = runner.check("chunk-unbounded", PACKED, forms=("causal",)).verdicts

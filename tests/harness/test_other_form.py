@@ -1,0 +1,117 @@
+"""Findings about another form of a call: the place, the form in words, and a script that shows it on its own."""
+
+import faulthandler
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.diagnose import Diagnosis, diagnose
+from harness.problem import Problem
+from harness.report import folder
+from harness.results import Finding, Report, environment, load_found
+from harness.runner import Runner
+from harness.subject import Route, Subject
+from harness.variants import VARIANTS
+from harness.verdict import Verdict
+from kda.fused_recurrent import PRECISION
+from tests.harness import wrong_forms
+from tests.harness.test_variants import DENSE, PACKED
+
+MODULE = "tests.harness.wrong_forms"
+ROUTE = "chunk-unbounded"
+
+
+def runner_of(tmp_path: Path, expression: str) -> Runner:
+    function = wrong_forms
+    for part in expression.split("."):
+        function = getattr(function, part)
+    route = Route(ROUTE, "chunk", function, PRECISION, invariant=True, origin=f"{MODULE}:{expression}")
+    return Runner(Subject(expression, "", (route,)), "cpu", tmp_path, isolated=False)
+
+
+def found(tmp_path: Path, expression: str, form: str) -> tuple[Runner, Finding]:
+    problem = next(p for p in (PACKED, DENSE) if VARIANTS[form].applies(p))
+    runner = runner_of(tmp_path, expression)
+    verdicts = runner.check(ROUTE, problem, forms=(form,)).verdicts
+    return runner, Finding.of(ROUTE, next(v for v in verdicts if v.statistic == form), problem)
+
+
+def written(tmp_path: Path, made: Diagnosis) -> Path:
+    return Path(folder.write(made, Report(tmp_path), environment("cpu")).path).parent
+
+
+def status_of(text: str) -> int:
+    """Of a script that has been read; an error of the kernel ends it with 1."""
+    space: dict = {"__name__": "script"}
+    exec(compile(text, "reproduce.py", "exec"), space)
+    try:
+        return space["main"]()
+    except RuntimeError:
+        return 1
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize("form", vars(wrong_forms.WRONG))
+def test_a_form_that_differs_is_located_named_and_scripted(form, tmp_path, capfd):
+    runner, finding = found(tmp_path, f"WRONG.{form}", form)
+    made = diagnose(runner, finding, seconds=0.0)
+    lines, where = dict(made.lines), written(tmp_path, made)
+    assert f"in another form of the call ({form}): {made.location.wrong} of " in lines["what"]
+    assert f"first at {finding.quantity}[" in lines["where"]
+    assert lines["how"].startswith(VARIANTS[form].promise)
+    text = (where / "report.md").read_text()
+    assert f"another form, {form}, of which is promised that {VARIANTS[form].promise}" in text
+    assert "`python reproduce.py`" in text and VARIANTS[form].promise in (where / "report.html").read_text()
+    assert load_found(where / "problem.json") == (ROUTE, finding.quantity, "BUG", form)
+    script = (where / "reproduce.py").read_text()
+    assert status_of(script) == 1
+    (count,) = re.findall(rf"^{finding.quantity}: (\d+) of \d+ elements differ$", capfd.readouterr().out, re.MULTILINE)
+    added = made.results[1].numel() - made.results[0].numel() if form == "nan_tail" else 0
+    assert int(count) == made.location.wrong + added
+    assert status_of(script.replace(f"'WRONG.{form}'", "'right'").replace("'WRONG'", "'right'")) == 0
+
+
+def test_what_the_future_changes_is_only_what_is_before_it(tmp_path):
+    """`o` of the last third of a sequence is its own affair: no element of it counts as wrong."""
+    made = diagnose(*found(tmp_path, "WRONG.causal", "causal"), seconds=0.0)
+    last = {n: length - max(1, length // 3) for n, length in enumerate(PACKED.lengths)}
+    wrong = made.field.wrong.nonzero()[:, 1].tolist()
+    assert set(wrong) == {*range(last[0]), *range(3, 3 + last[2])}
+
+
+def test_a_form_that_crashes_is_scripted_too(tmp_path):
+    runner, finding = found(tmp_path, "refuses_views", "strided")
+    assert (finding.quantity, finding.klass) == ("call", "CRASH")
+    script = (written(tmp_path, diagnose(runner, finding, seconds=0.0)) / "reproduce.py").read_text()
+    assert status_of(script) == 1
+    assert status_of(script.replace("'refuses_views'", "'right'")) == 0
+
+
+def test_what_only_the_harness_can_run_says_so(tmp_path):
+    """The sanitizer is no part of a script."""
+    verdict = Verdict("call", "CRASH", math.inf, "watched", "no kernel leaves its memory: IndexError: o past its end")
+    runner = runner_of(tmp_path, "right")
+    where = written(tmp_path, diagnose(runner, Finding.of(ROUTE, verdict, PACKED), seconds=0.0))
+    assert not (where / "reproduce.py").exists()
+    text = (where / "report.md").read_text() + (where / "report.html").read_text()
+    assert "another form, watched" in text and "kda replay problem.json" in text
+    assert "reproduce.py" not in text
+
+
+def test_a_form_is_followed_only_where_it_applies_and_by_its_own_verdict(tmp_path):
+    runner, finding = found(tmp_path, "WRONG.nan_tail", "nan_tail")
+    assert runner.fails_like(finding, PACKED)
+    assert runner.verdict_like(finding, DENSE) is None
+    other = replace(finding, variant="negated_keys")  # right in that form
+    assert runner.verdict_like(other, PACKED).klass == "OK"
+
+
+def test_a_form_that_does_not_exist_is_refused(tmp_path):
+    path = tmp_path / "problem.json"
+    path.write_text(Problem().to_json({"route": ROUTE, "quantity": "o", "class": "BUG", "form": "sideways"}))
+    with pytest.raises(ValueError, match="form 'sideways'; it must be one of"):
+        load_found(path)
