@@ -7,12 +7,14 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OFFSET_DTYPES = (torch.int32, torch.int64)
 MAX_HEAD_DIM = 256
 SAFE_BOUND = -5.0
 PRECISIONS = ("ieee", "tf32")  # of the products of fp32 tensors
+DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -124,33 +126,57 @@ class GateCall:
 
 def validate(call: Call) -> Call:
     """Refuse anything that is not in the contract; returns the call, its numbers as floats."""
+    _check_transforms("q")
     _check_tensors(call)
     _check_flags(call)
     _check_bound(call)
     _check_gate_parameters(call.use_gate_in_kernel, call.lower_bound, call.A_log, call.dt_bias, call.g)
     _check_offsets(call)
     _check_state(call)
+    if not torch.compiler.is_compiling():
+        check_contents(call)
+    return replace(call, scale=float(call.scale), lower_bound=_as_float(call.lower_bound))
+
+
+def check_contents(call: "Call | GateCall") -> None:
+    """What only the data shows: offsets that the host can read, and values if KDA_VALIDATE=1."""
+    if isinstance(call, GateCall):
+        _check_gate_values(call)
+        return
+    _check_offset_contents(call)
     if _values_wanted():
         _check_values(call)
-    return replace(call, scale=float(call.scale), lower_bound=_as_float(call.lower_bound))
 
 
 def validate_gate(call: GateCall) -> GateCall:
     """The contract of `fused_kda_gate`; returns the call, its numbers as floats."""
+    _check_transforms("g")
     _check_tensor("g", call.g, "[B, T, HV, K]", 4, None, FLOAT_DTYPES, call.g)
     _check_lower_bound(call.lower_bound)
     _check_gate_parameters(True, call.lower_bound, call.A_log, call.dt_bias, call.g)
     if call.output_dtype not in _allowed(FLOAT_DTYPES, call.g):
         refuse("output_dtype", call.output_dtype, f"one of {_names(FLOAT_DTYPES)}", TypeError)
-    if _values_wanted():
-        for name in ("g", "A_log", "dt_bias"):
-            _check_finite(name, getattr(call, name))
+    if not torch.compiler.is_compiling():
+        check_contents(call)
     return replace(call, lower_bound=_as_float(call.lower_bound))
 
 
 def _values_wanted() -> bool:
     """KDA_VALIDATE=1 asks for checks that read the data, and so wait for the device."""
     return os.environ.get("KDA_VALIDATE") == "1"
+
+
+def _check_transforms(name: str) -> None:
+    """Batched tensors and tangents would be lost where kernels take the data, in some routes without a word."""
+    if not torch.compiler.is_compiling() and (
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    ):
+        refuse(
+            name,
+            "under a torch.func transform or forward-mode differentiation",
+            "outside of both: there are reverse-mode gradients, and a batch axis instead of vmap",
+            TypeError,
+        )
 
 
 def _as_float(x: float | None) -> float | None:
@@ -282,6 +308,10 @@ def _check_offsets(call: Call) -> None:
         refuse("q.shape", list(call.q.shape), "[1, T, H, K] when cu_seqlens packs the batch")
     if cpu is not None:
         _check_offsets_copy(cpu, cu)
+
+
+def _check_offset_contents(call: Call) -> None:
+    cu, cpu = call.cu_seqlens, call.cu_seqlens_cpu
     # On a GPU the offsets are read only if that costs no wait; kernels clamp them to [0, T] in any case.
     for name, offsets in (("cu_seqlens", cu), ("cu_seqlens_cpu", cpu)):
         if offsets is not None and (offsets.device.type == "cpu" or _values_wanted()):
@@ -325,6 +355,12 @@ def _check_finite(name: str, x: Tensor | None) -> None:
     if x is not None and not bool(torch.isfinite(x).all()):
         at = _first(~torch.isfinite(x))
         refuse(f"{name}{at}", x[tuple(at)].item(), "finite")
+
+
+def _check_gate_values(call: GateCall) -> None:
+    if _values_wanted():
+        for name in ("g", "A_log", "dt_bias"):
+            _check_finite(name, getattr(call, name))
 
 
 def _check_values(call: Call) -> None:

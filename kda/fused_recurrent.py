@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from kda import contract, record, registry
-from kda.adjoints import DIFFERENTIABLE, allocate_tokens, beta_gradient, query_gradient, sum_heads
-from kda.contract import Call
+from kda import contract, ops, record, registry
+from kda.adjoints import allocate_tokens, beta_gradient, query_gradient, sum_heads
+from kda.contract import DIFFERENTIABLE, Call
 from kda.gate import dense, gate_backward
+from kda.once import once_differentiable
 from kda.precision import OUTPUTS, PrecisionSpec
 from kda.recurrent_kernels import kda_recurrent_bwd_kernel, kda_recurrent_fwd_kernel
 
@@ -206,6 +206,13 @@ def run(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return _RecurrentFunction.apply(call, training, *tensors)
 
 
+def gradients(call: Call, do: Tensor | None, dht: Tensor | None) -> dict[str, Tensor | None]:
+    """Every gradient of a validated call by the name of its argument; the states between are computed again."""
+    call = replace_tensors(call, {name: dense(getattr(call, name)) for name in DIFFERENTIABLE})
+    h = _recurrent_forward(call, True)[2]
+    return _recurrent_backward(call, h, torch.zeros_like(call.v) if do is None else dense(do), dense(dht))
+
+
 def replace_tensors(call: Call, tensors: dict[str, Tensor | None]) -> Call:
     """The same call with other tensors."""
     return replace(call, **tensors)
@@ -259,7 +266,7 @@ def fused_recurrent_kda(
         state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
     )
-    return registry.dispatch(contract.validate(call))[:2]
+    return ops.dispatch(contract.validate(call))[:2]
 
 
 registry.register(
@@ -269,6 +276,7 @@ registry.register(
         summary="token by token in Triton, forward and backward, every option",
         verify=lambda call: registry.needs_kernels(*(getattr(call, name) for name in DIFFERENTIABLE)),
         run=run,
+        gradients=gradients,
         precision=PRECISION,
     )
 )

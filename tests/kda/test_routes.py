@@ -188,9 +188,7 @@ def test_every_route_declares_itself():
     for route in kda.routes():
         assert route.entries and route.summary and route.precision.excuses == ()
     with pytest.raises(ValueError, match=r"route\.id is 'fused'"):
-        registry.register(
-            registry.Route("fused", frozenset(), "", lambda call: None, lambda call: None, kda.PrecisionSpec("chunk"))
-        )
+        registry.register(registry.Route("fused", frozenset(), "", None, None, None, kda.PrecisionSpec("chunk")))
 
 
 def test_the_record_holds_forward_and_backward_while_it_is_open(device):
