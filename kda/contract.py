@@ -135,6 +135,8 @@ def validate(call: Call) -> Call:
     _check_state(call)
     if not torch.compiler.is_compiling():
         check_contents(call)
+    if type(call.scale) is float and type(call.lower_bound) in (float, type(None)):
+        return call
     return replace(call, scale=float(call.scale), lower_bound=_as_float(call.lower_bound))
 
 
@@ -154,7 +156,7 @@ def validate_gate(call: GateCall) -> GateCall:
     _check_tensor("g", call.g, "[B, T, HV, K]", 4, None, FLOAT_DTYPES, call.g)
     _check_lower_bound(call.lower_bound)
     _check_gate_parameters(True, call.lower_bound, call.A_log, call.dt_bias, call.g)
-    if call.output_dtype not in _allowed(FLOAT_DTYPES, call.g):
+    if not isinstance(call.output_dtype, torch.dtype) or call.output_dtype not in _allowed(FLOAT_DTYPES, call.g):
         refuse("output_dtype", call.output_dtype, f"one of {_names(FLOAT_DTYPES)}", TypeError)
     if not torch.compiler.is_compiling():
         check_contents(call)
@@ -203,6 +205,12 @@ def _check_tensor(name, x, letters, rank, shape, dtypes, like) -> None:
         refuse(f"{name}.dtype", str(x.dtype).removeprefix("torch."), f"one of {_names(dtypes)}", TypeError)
     if x.device != like.device:
         refuse(f"{name}.device", x.device, f"{like.device}, as the other tensors")
+    _check_layout(name, x)
+
+
+def _check_layout(name: str, x: Tensor) -> None:
+    if x.layout != torch.strided:
+        refuse(f"{name}.layout", x.layout, "torch.strided: a dense tensor, of any strides")
 
 
 def _check_tensors(call: Call) -> None:
@@ -244,9 +252,9 @@ def _check_flags(call: Call) -> None:
             refuse(name, repr(getattr(call, name)), "True or False", TypeError)
     if call.allow_neg_eigval and not call.use_beta_sigmoid_in_kernel:
         refuse("allow_neg_eigval", True, "False unless use_beta_sigmoid_in_kernel is True: it doubles that sigmoid")
-    if call.chunk_size not in (32, 64):
+    if not isinstance(call.chunk_size, int) or call.chunk_size not in (32, 64):
         refuse("chunk_size", repr(call.chunk_size), "32 or 64")
-    if call.precision not in PRECISIONS:
+    if not isinstance(call.precision, str) or call.precision not in PRECISIONS:
         refuse("precision", repr(call.precision), "'ieee' or 'tf32'")
 
 
@@ -304,6 +312,7 @@ def _check_offsets(call: Call) -> None:
         refuse("cu_seqlens.dtype", str(cu.dtype).removeprefix("torch."), "int32 or int64", TypeError)
     if cu.device != call.q.device:
         refuse("cu_seqlens.device", cu.device, f"{call.q.device}, as the other tensors")
+    _check_layout("cu_seqlens", cu)
     if call.q.shape[0] != 1:
         refuse("q.shape", list(call.q.shape), "[1, T, H, K] when cu_seqlens packs the batch")
     if cpu is not None:
@@ -327,6 +336,7 @@ def _check_offsets_copy(cpu: object, cu: Tensor) -> None:
         refuse("cu_seqlens_cpu.dtype", _names((cpu.dtype,)), "int32 or int64", TypeError)
     if cpu.device.type != "cpu":
         refuse("cu_seqlens_cpu.device", cpu.device, "cpu")
+    _check_layout("cu_seqlens_cpu", cpu)
     if cpu.shape != cu.shape:
         refuse("cu_seqlens_cpu.shape", list(cpu.shape), f"that of cu_seqlens, {list(cu.shape)}")
 

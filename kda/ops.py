@@ -53,9 +53,10 @@ def _traced(call: AnyCall, route: str):
     """What `_execute` returns, as a node of the graph that is being traced."""
     if isinstance(call, GateCall):
         return torch.ops.kda.gate(route, *_arguments(call))[0]
-    o, *states = torch.ops.kda.operator(route, *_arguments(call))
-    h = states.pop().detach() if call.return_intermediate_states else None
-    return o, states.pop() if call.output_final_state else None, h
+    results = torch.ops.kda.operator(route, *_arguments(call))
+    final_state = results[1] if call.output_final_state else None
+    h = results[-1].detach() if call.return_intermediate_states else None  # detached, as its gradient would be lost
+    return results[0], final_state, h
 
 
 def _present(results: Tensor | tuple[Tensor | None, ...]) -> list[Tensor]:
