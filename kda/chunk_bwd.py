@@ -106,10 +106,12 @@ def keep(ctx, call: Call, plan: Plan, tensors: Sequence[Tensor | None], stages: 
     ctx.call, ctx.plan = replace(call, **dict.fromkeys((*DIFFERENTIABLE, "cu_seqlens"))), plan
 
 
-def kept_gradients(ctx, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
+def kept_gradients(
+    ctx, saved: Sequence[Tensor | None], do: Tensor | None, dht: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """The gradients of the inputs that were kept, which are the last arguments of the autograd function."""
     count = len(DIFFERENTIABLE)
-    tensors, (cu_seqlens, *kept) = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+    tensors, (cu_seqlens, *kept) = saved[:count], saved[count:]
     call = replace(ctx.call, **dict(zip(DIFFERENTIABLE, tensors)), cu_seqlens=cu_seqlens)
     made = _gradients(call, ctx.plan, do, dht, kept)
     wanted = zip(DIFFERENTIABLE, ctx.needs_input_grad[-count:])
@@ -149,8 +151,8 @@ class _ChunkFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, do, dht, _):
-        return None, None, None, *kept_gradients(ctx, do, dht)
+    def backward(ctx, saved, do, dht, _):
+        return None, None, None, *kept_gradients(ctx, saved, do, dht)
 
 
 def chunk_kda_staged(call: Call, route: str) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -177,8 +177,8 @@ class _FusedFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, do, dht):
-        return None, None, *chunk_bwd.kept_gradients(ctx, do, dht)
+    def backward(ctx, saved, do, dht):
+        return None, None, *chunk_bwd.kept_gradients(ctx, saved, do, dht)
 
 
 def chunk_kda_fused(call: Call, route: str) -> tuple[Tensor, Tensor | None, None]:

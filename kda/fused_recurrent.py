@@ -189,8 +189,8 @@ class _RecurrentFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, do, dht, _):
-        *tensors, cu_seqlens, h = ctx.saved_tensors
+    def backward(ctx, saved, do, dht, _):
+        *tensors, cu_seqlens, h = saved
         call = replace_tensors(ctx.call, dict(zip(DIFFERENTIABLE, tensors), cu_seqlens=cu_seqlens))
         do = torch.zeros_like(call.v) if do is None else do
         gradients = _recurrent_backward(call, h, dense(do), dense(dht))

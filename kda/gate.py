@@ -176,8 +176,8 @@ class _GateFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
-        g, A_log, dt_bias = ctx.saved_tensors
+    def backward(ctx, saved, dy):
+        g, A_log, dt_bias = saved
         return (*gate_backward(g, A_log, dt_bias, ctx.lower_bound, dy), None, None)
 
 

@@ -20,19 +20,21 @@ class _Last(torch.autograd.Function):
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """A backward formula whose results refuse to be differentiated by anything that was saved for it.
+    """A formula, called as `backward(ctx, saved tensors, *gradients)`, whose results refuse to be differentiated.
 
     PyTorch's decorator of that name does so only if an incoming gradient has a graph, and otherwise lets the terms
-    vanish: a penalty on the gradients of `o.sum()` would train nothing.
+    vanish: a penalty on the gradients of `o.sum()` would train nothing. What was saved is read once, as activation
+    checkpoints demand.
     """
 
     @functools.wraps(backward)
     def once(ctx, *gradients: Tensor | None):
+        saved = ctx.saved_tensors
         with torch.no_grad():
-            made = backward(ctx, *gradients)
+            made = backward(ctx, saved, *gradients)
         if not torch.is_grad_enabled():  # no graph of this pass is wanted
             return made
-        sources = [x for x in (*ctx.saved_tensors, *gradients) if x is not None and x.requires_grad]
+        sources = [x for x in (*saved, *gradients) if x is not None and x.requires_grad]
         made = made if isinstance(made, tuple) else (made,)
         return tuple(None if x is None else _Last.apply(x, *sources) for x in made)
 

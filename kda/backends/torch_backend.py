@@ -35,8 +35,8 @@ class _Decay(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        a, decayed = ctx.saved_tensors
+    def backward(ctx, saved, grad):
+        a, decayed = saved
         return (grad * decayed).sum(-1), torch.where(a == 0, 0.0, a * grad)
 
 
@@ -54,8 +54,8 @@ class _Sigmoid(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
+    def backward(ctx, saved, grad):
+        (x,) = saved
         e = torch.exp(-x.abs())
         return grad * (e / (1 + e).square())
 
@@ -70,8 +70,8 @@ class _SoftplusGate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        z, A = ctx.saved_tensors
+    def backward(ctx, saved, grad):
+        z, A = saved
         far, near = torch.exp(A + z), torch.exp(A)
         is_far = z < LARGE_NEGATIVE
         dz = torch.where(grad == 0, 0.0, -grad * torch.where(is_far, far, near * torch.sigmoid(z)))
@@ -93,8 +93,8 @@ class _BoundedGate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        z, A = ctx.saved_tensors
+    def backward(ctx, saved, grad):
+        z, A = saved
         x = torch.exp(A) * z
         e = torch.exp(-x.abs())
         slope = e / (1 + e).square()
@@ -121,7 +121,8 @@ def run_gate(call: GateCall) -> Tensor:
 def _prepared(call: Call, tokens: int) -> tuple[Tensor, ...]:
     """q, k, v, g, beta of the first `tokens` rows in the working precision, one per value head, options applied."""
     _, _, H, HV, _, _ = call.shape
-    double = any(x.dtype == torch.float64 for x in (call.q, call.g, call.beta))
+    given = (getattr(call, name) for name in DIFFERENTIABLE)
+    double = any(x is not None and x.dtype == torch.float64 for x in given)
     work = lambda x: x[:, :tokens].to(torch.float64 if double else torch.float32)  # noqa: E731
     q, k, v, g, beta = (work(x) for x in (call.q, call.k, call.v, call.g, call.beta))
     if call.use_qk_l2norm_in_kernel:
@@ -134,6 +135,11 @@ def _prepared(call: Call, tokens: int) -> tuple[Tensor, ...]:
     return q * call.scale, k, v, g, beta
 
 
+def _read(state: Tensor, row: Tensor) -> Tensor:
+    """S^T x, `[B, HV, V]`: a product and a sum, which unlike a matrix product autocast leaves in their formats."""
+    return (state * row[..., None]).sum(-2)
+
+
 def _sequence(q, k, v, g, beta, state, chunk_size: int | None) -> tuple[Tensor, Tensor, list[Tensor]]:
     """One dense batch: (o `[B, L, HV, V]`, last state, the states at chunk starts), all of them new tensors."""
     if not q.shape[1]:
@@ -143,9 +149,9 @@ def _sequence(q, k, v, g, beta, state, chunk_size: int | None) -> tuple[Tensor, 
         if chunk_size and t % chunk_size == 0:
             starts.append(state.detach())
         state = _Decay.apply(g[:, t], state)
-        update = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
+        update = beta[:, t, :, None] * (v[:, t] - _read(state, k[:, t]))
         state = state + k[:, t, :, :, None] * update[:, :, None, :]
-        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+        outputs.append(_read(state, q[:, t]))
     return torch.stack(outputs, 1), state, starts
 
 
@@ -204,9 +210,7 @@ def _gradients(call: Call | GateCall, grads: tuple[Tensor | None, ...]) -> dict[
 
 
 def _run(call: Call | GateCall) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None]:
-    # Autocast would round the operands of products to half precision; formats here are those of the tensors.
-    with torch.autocast(call.g.device.type, enabled=False):
-        return run_gate(call) if call.entry == "gate" else run(call)
+    return run_gate(call) if call.entry == "gate" else run(call)
 
 
 def _verify(call: Call | GateCall) -> str | None:

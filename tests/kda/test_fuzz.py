@@ -16,7 +16,7 @@ import kda
 
 COUNTS = {"dev": 300, "ci": 300, "sweep": 2000, "nightly": 10_000}
 BLOCK = 25
-KEPT: tuple[int, ...] = ()
+KEPT = (15, 34, 73, 565, 685, 769, 1018, 7106, 9876)
 ENTRIES = (kda.chunk_kda, kda.fused_recurrent_kda, kda.fused_kda_gate)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OTHERS = (torch.int32, torch.int64, torch.bool, torch.complex64, torch.uint8)
@@ -145,7 +145,7 @@ def fault(seed: int) -> str | None:
     pairs = zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (results, expected)))
     try:
         for got, right in pairs:
-            torch.testing.assert_close(got, right)
+            torch.testing.assert_close(got, right, equal_nan=True)
     except AssertionError as error:
         return f"seed {seed}: {error}"
     return None
