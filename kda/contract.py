@@ -1,7 +1,5 @@
 """Authority on what a legal call is: one place, one wording, and every refusal before any kernel runs."""
 
-import itertools
-import os
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -133,21 +131,9 @@ def validate(call: Call) -> Call:
     _check_gate_parameters(call.use_gate_in_kernel, call.lower_bound, call.A_log, call.dt_bias, call.g)
     _check_offsets(call)
     _check_state(call)
-    if not torch.compiler.is_compiling():
-        check_contents(call)
     if type(call.scale) is float and type(call.lower_bound) in (float, type(None)):
         return call
     return replace(call, scale=float(call.scale), lower_bound=_as_float(call.lower_bound))
-
-
-def check_contents(call: "Call | GateCall") -> None:
-    """What only the data shows: offsets that the host can read, and values if KDA_VALIDATE=1."""
-    if isinstance(call, GateCall):
-        _check_gate_values(call)
-        return
-    _check_offset_contents(call)
-    if _values_wanted():
-        _check_values(call)
 
 
 def validate_gate(call: GateCall) -> GateCall:
@@ -158,14 +144,7 @@ def validate_gate(call: GateCall) -> GateCall:
     _check_gate_parameters(True, call.lower_bound, call.A_log, call.dt_bias, call.g)
     if not isinstance(call.output_dtype, torch.dtype) or call.output_dtype not in _allowed(FLOAT_DTYPES, call.g):
         refuse("output_dtype", call.output_dtype, f"one of {_names(FLOAT_DTYPES)}", TypeError)
-    if not torch.compiler.is_compiling():
-        check_contents(call)
     return replace(call, lower_bound=_as_float(call.lower_bound))
-
-
-def _values_wanted() -> bool:
-    """KDA_VALIDATE=1 asks for checks that read the data, and so wait for the device."""
-    return os.environ.get("KDA_VALIDATE") == "1"
 
 
 def _check_transforms(name: str) -> None:
@@ -319,16 +298,6 @@ def _check_offsets(call: Call) -> None:
         _check_offsets_copy(cpu, cu)
 
 
-def _check_offset_contents(call: Call) -> None:
-    cu, cpu = call.cu_seqlens, call.cu_seqlens_cpu
-    # On a GPU the offsets are read only if that costs no wait; kernels clamp them to [0, T] in any case.
-    for name, offsets in (("cu_seqlens", cu), ("cu_seqlens_cpu", cpu)):
-        if offsets is not None and (offsets.device.type == "cpu" or _values_wanted()):
-            _check_offset_values(name, offsets.tolist(), call.q.shape[1])
-    if cpu is not None and (cu.device.type == "cpu" or _values_wanted()) and cu.tolist() != cpu.tolist():
-        refuse("cu_seqlens_cpu", cpu.tolist(), f"a copy of cu_seqlens = {cu.tolist()}")
-
-
 def _check_offsets_copy(cpu: object, cu: Tensor) -> None:
     if not isinstance(cpu, Tensor):
         refuse("cu_seqlens_cpu", type(cpu).__name__, "a tensor [N + 1]", TypeError)
@@ -341,52 +310,7 @@ def _check_offsets_copy(cpu: object, cu: Tensor) -> None:
         refuse("cu_seqlens_cpu.shape", list(cpu.shape), f"that of cu_seqlens, {list(cu.shape)}")
 
 
-def _check_offset_values(name: str, offsets: list[int], tokens: int) -> None:
-    if offsets[0] != 0:
-        refuse(f"{name}[0]", offsets[0], "0")
-    for i, (a, b) in enumerate(itertools.pairwise(offsets)):
-        if b < a:
-            refuse(f"{name}[{i + 1}]", b, f"at least {name}[{i}] = {a}")
-    if offsets[-1] > tokens:
-        refuse(f"{name}[-1]", offsets[-1], f"at most T = {tokens}")
-
-
 def _check_state(call: Call) -> None:
     if call.initial_state is not None:
         letters = "[N, HV, V, K]" if call.state_v_first else "[N, HV, K, V]"
         _check_tensor("initial_state", call.initial_state, letters, 4, call.state_shape, (torch.float32,), call.q)
-
-
-def _first(mask: Tensor) -> list[int]:
-    return mask.nonzero()[0].tolist()
-
-
-def _check_finite(name: str, x: Tensor | None) -> None:
-    if x is not None and not bool(torch.isfinite(x).all()):
-        at = _first(~torch.isfinite(x))
-        refuse(f"{name}{at}", x[tuple(at)].item(), "finite")
-
-
-def _check_gate_values(call: GateCall) -> None:
-    if _values_wanted():
-        for name in ("g", "A_log", "dt_bias"):
-            _check_finite(name, getattr(call, name))
-
-
-def _check_values(call: Call) -> None:
-    """What only reading the data can show; rows of no sequence hold anything, and are not read."""
-    tokens = call.q.shape[1] if call.cu_seqlens is None else int(call.cu_seqlens[-1])
-    for name in ("q", "k", "v", "beta"):
-        _check_finite(name, getattr(call, name)[:, :tokens])
-    for name in ("A_log", "dt_bias", "initial_state"):
-        _check_finite(name, getattr(call, name))
-    g = call.g[:, :tokens]
-    if call.use_gate_in_kernel:
-        _check_finite("g", g)
-        return
-    wrong, must = ~(g <= 0), "a log decay <= 0"
-    if call.safe_gate:
-        wrong, must = ~((g <= 0) & (g >= SAFE_BOUND)), f"in [{SAFE_BOUND:g}, 0] when safe_gate is True"
-    if bool(wrong.any()):
-        at = _first(wrong)
-        refuse(f"g{at}", g[tuple(at)].item(), must)

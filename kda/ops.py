@@ -4,9 +4,9 @@ from dataclasses import fields
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
-from kda import contract, registry
+from kda import contents, registry
 from kda.contract import DIFFERENTIABLE, Call, GateCall
 from kda.registry import AnyCall
 
@@ -31,8 +31,10 @@ SCHEMA = {
 
 def dispatch(call: AnyCall):
     """Run a validated call on the first route that takes it."""
-    explanation = registry.choose(call)
     compiling = torch.compiler.is_compiling()
+    if not compiling:
+        contents.check(call)
+    explanation = registry.choose(call)
     if not compiling and registry.asked_to_explain():
         raise registry.Explained(explanation)
     if explanation.route is None:
@@ -73,7 +75,7 @@ def _fake_results(call: AnyCall) -> list[Tensor]:
         made.append(call.q.new_empty(call.state_shape, dtype=state))
     if call.return_intermediate_states:
         packed = call.cu_seqlens is not None
-        chunks = torch.library.get_ctx().new_dynamic_size() if packed else call.chunks_per_row()
+        chunks = library.get_ctx().new_dynamic_size() if packed else call.chunks_per_row()
         made.append(call.q.new_empty((call.q.shape[0], chunks, *call.state_shape[1:]), dtype=state))
     return made
 
@@ -93,7 +95,7 @@ def _define(name: str, kind: type[AnyCall]) -> None:
 
     def forward(route: str, *arguments: object) -> list[Tensor]:
         call = kind(*arguments)
-        contract.check_contents(call)
+        contents.check(call)
         with torch.no_grad():
             return _present(_execute(call, route))
 
@@ -121,7 +123,7 @@ def _define(name: str, kind: type[AnyCall]) -> None:
         made = dict(zip(wanted, made))
         return None, *(made.get(name) for name in names)
 
-    define = partial(torch.library.custom_op, mutates_args=())
+    define = partial(library.custom_op, mutates_args=())
     operator = define(f"kda::{name}", forward, schema=f"({signature}) -> Tensor[]")
     operator.register_fake(lambda route, *arguments: _fake_results(kind(*arguments)))
     operator.register_autograd(formula, setup_context=keep)

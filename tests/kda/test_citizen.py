@@ -89,6 +89,19 @@ def test_no_tokens_and_no_sequences(route, device):
 
 
 @each_route
+def test_offsets_edited_in_place_are_read_again(route, device):
+    call = tensors(route, device)
+    call["initial_state"] = call["initial_state"].detach().expand(2, -1, -1, -1).contiguous().requires_grad_()
+    offsets = torch.tensor([0, 2, T], device=device)
+    first = run(route, call, cu_seqlens=offsets)
+    dense = run(route, {**call, "initial_state": call["initial_state"][:1]})
+    offsets[1] = 5
+    edited, fresh = run(route, call, cu_seqlens=offsets), run(route, call, cu_seqlens=offsets.clone())
+    assert all(map(torch.equal, edited, fresh))
+    assert not torch.equal(edited[0], first[0]) and not torch.equal(edited[0], dense[0])
+
+
+@each_route
 def test_a_checkpointed_call_has_the_same_gradients(route, device):
     call = tensors(route, device)
     plain = gradients(run(route, call), call)

@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from torch import library
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import kda
@@ -185,7 +186,7 @@ def test_operator_passes_opcheck(route, packed, device):
     call = Call("chunk", **tensors(route, device, sequences=1 + packed), output_final_state=True)
     if packed:
         call = replace(call, cu_seqlens=torch.tensor([0, 3, T], device=device))
-    outcomes = torch.library.opcheck(torch.ops.kda.operator.default, (route, *arguments(contract.validate(call))))
+    outcomes = library.opcheck(torch.ops.kda.operator.default, (route, *arguments(contract.validate(call))))
     assert set(outcomes.values()) == {"SUCCESS"}
 
 
@@ -193,7 +194,7 @@ def test_operator_passes_opcheck(route, packed, device):
 def test_gate_passes_opcheck(route, device):
     g, A_log = torch.randn(1, 3, HV, 4, device=device), torch.zeros(HV, device=device)
     call = contract.validate_gate(GateCall(g.requires_grad_(), A_log.requires_grad_()))
-    outcomes = torch.library.opcheck(torch.ops.kda.gate.default, (route, *arguments(call)))
+    outcomes = library.opcheck(torch.ops.kda.gate.default, (route, *arguments(call)))
     assert set(outcomes.values()) == {"SUCCESS"}
 
 
