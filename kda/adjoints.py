@@ -1,4 +1,4 @@
-"""Authority on what every route's backward pass shares: which arguments have gradients, and the last steps to them."""
+"""Authority on the last steps of every backward pass, which all routes share."""
 
 import torch
 import triton
@@ -8,7 +8,6 @@ from kda import record
 from kda.contract import Call
 from kda.recurrent_kernels import kda_sum_heads_kernel
 
-DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 SUM_TOKENS = 16  # tokens per program when gradients are summed over tiles and value heads
 
 

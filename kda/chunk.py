@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kda import contract, registry
+from kda import contract, ops
 from kda.contract import Call
 
 
@@ -71,5 +71,5 @@ def chunk_kda(
         chunk_size=chunk_size,
         precision=precision,
     )
-    o, final_state, states = registry.dispatch(contract.validate(call))
+    o, final_state, states = ops.dispatch(contract.validate(call))
     return (o, final_state, states) if return_intermediate_states else (o, final_state)

@@ -8,17 +8,17 @@ from dataclasses import replace
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kda import registry
-from kda.adjoints import DIFFERENTIABLE, allocate_tokens, beta_gradient, query_gradient
+from kda.adjoints import allocate_tokens, beta_gradient, query_gradient
 from kda.chunk_fwd import SAFE_GATE, UNBOUNDED, Plan, Stages, anchored, forward, launch
 from kda.chunk_index import ChunkIndex
 from kda.chunk_intra_bwd import kda_chunk_intra_bwd_kernel
 from kda.chunk_output import kda_chunk_inter_bwd_kernel, kda_chunk_output_bwd_kernel
 from kda.chunk_state import kda_chunk_state_bwd_kernel
-from kda.contract import SAFE_BOUND, Call
+from kda.contract import DIFFERENTIABLE, SAFE_BOUND, Call
 from kda.gate import dense, gate_backward
+from kda.once import once_differentiable
 from kda.precision import OUTPUTS, PrecisionSpec
 from kda.wy_fast import kda_wy_bwd_kernel
 
@@ -106,17 +106,32 @@ def keep(ctx, call: Call, plan: Plan, tensors: Sequence[Tensor | None], stages: 
     ctx.call, ctx.plan = replace(call, **dict.fromkeys((*DIFFERENTIABLE, "cu_seqlens"))), plan
 
 
-def kept_gradients(ctx, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
+def kept_gradients(
+    ctx, saved: Sequence[Tensor | None], do: Tensor | None, dht: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """The gradients of the inputs that were kept, which are the last arguments of the autograd function."""
     count = len(DIFFERENTIABLE)
-    tensors, (cu_seqlens, *kept) = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-    call, plan = replace(ctx.call, **dict(zip(DIFFERENTIABLE, tensors)), cu_seqlens=cu_seqlens), ctx.plan
+    tensors, (cu_seqlens, *kept) = saved[:count], saved[count:]
+    call = replace(ctx.call, **dict(zip(DIFFERENTIABLE, tensors)), cu_seqlens=cu_seqlens)
+    made = _gradients(call, ctx.plan, do, dht, kept)
+    wanted = zip(DIFFERENTIABLE, ctx.needs_input_grad[-count:])
+    return tuple(made[name] if needed else None for name, needed in wanted)
+
+
+def _gradients(
+    call: Call, plan: Plan, do: Tensor | None, dht: Tensor | None, kept: Sequence[Tensor | None] = ()
+) -> dict[str, Tensor | None]:
+    """Every gradient of a call on dense tensors; the forward pass runs again unless its stages were kept."""
     index = ChunkIndex.of(call)
     made = Stages(*kept) if kept else forward(replace(call, output_final_state=False), plan, index)[2]
     do = torch.zeros_like(call.v) if do is None else do
-    gradients = backward(call, plan, index, made, dense(do), dense(dht))
-    wanted = zip(DIFFERENTIABLE, ctx.needs_input_grad[-count:])
-    return tuple(gradients[name] if needed else None for name, needed in wanted)
+    return backward(call, plan, index, made, dense(do), dense(dht))
+
+
+def gradients(call: Call, do: Tensor | None, dht: Tensor | None, route: str) -> dict[str, Tensor | None]:
+    """Every gradient of a validated call by the name of its argument, from its inputs alone."""
+    call = replace(call, **{name: dense(getattr(call, name)) for name in DIFFERENTIABLE})
+    return _gradients(call, Plan.of(call, route), do, dht)
 
 
 class _ChunkFunction(torch.autograd.Function):
@@ -136,8 +151,8 @@ class _ChunkFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, do, dht, _):
-        return None, None, None, *kept_gradients(ctx, do, dht)
+    def backward(ctx, saved, do, dht, _):
+        return None, None, None, *kept_gradients(ctx, saved, do, dht)
 
 
 def chunk_kda_staged(call: Call, route: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -175,6 +190,7 @@ for _id in (SAFE_GATE, UNBOUNDED):
             summary=SUMMARIES[_id],
             verify=functools.partial(refusal, route=_id),
             run=functools.partial(chunk_kda_staged, route=_id),
+            gradients=functools.partial(gradients, route=_id),
             precision=PRECISION[_id],
         )
     )

@@ -50,7 +50,7 @@ class Plan:
     route: str
     DOT: str  # bf16, tf32 or fp32
     INTRA: str  # tf32 or fp32
-    half_span: float  # 2^c of NOTE [Anchored block]
+    half_span: float  # 2^c of NOTE [Anchored block], where blocks are anchored
     BP: int  # columns of K at a time, in kernels that go through pairs of tokens ...
     BK: int  # ... and in the others
     BV: int
@@ -64,7 +64,7 @@ class Plan:
             route=route,
             DOT={torch.bfloat16: "bf16", torch.float16: "tf32"}.get(call.q.dtype, full),
             INTRA=full if call.q.dtype == torch.float32 else "tf32",
-            half_span=2.0 ** round((BLOCK - 1) / 2 * abs(bound) * math.log2(math.e)),
+            half_span=2.0 ** round((BLOCK - 1) / 2 * abs(bound) * math.log2(math.e)) if anchored(route) else 1.0,
             BP=16,
             BK=_width(call.q.shape[-1]),
             BV=_width(call.v.shape[-1], 32 if call.q.dtype == torch.float32 else 64),

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kda import chunk_bwd, chunk_fwd, registry
@@ -16,6 +15,7 @@ from kda.contract import SAFE_BOUND, Call
 from kda.fused_prep import kda_fused_prep_kernel
 from kda.fused_scan import kda_fused_index_kernel, kda_fused_scan_kernel
 from kda.gate import dense
+from kda.once import once_differentiable
 from kda.precision import OUTPUTS, PrecisionSpec
 
 SAFE_GATE, UNBOUNDED = "fused-safe_gate", "fused-unbounded"
@@ -177,8 +177,8 @@ class _FusedFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, do, dht):
-        return None, None, *chunk_bwd.kept_gradients(ctx, do, dht)
+    def backward(ctx, saved, do, dht):
+        return None, None, *chunk_bwd.kept_gradients(ctx, saved, do, dht)
 
 
 def chunk_kda_fused(call: Call, route: str) -> tuple[Tensor, Tensor | None, None]:
@@ -228,6 +228,7 @@ for _route, _spec in PRECISION.items():
             summary=SUMMARY[_route],
             verify=functools.partial(refusal, route=_route),
             run=functools.partial(chunk_kda_fused, route=_route),
+            gradients=functools.partial(chunk_bwd.gradients, route=_route),
             precision=_spec,
         )
     )

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from kda import contract, record, registry
-from kda.adjoints import DIFFERENTIABLE, allocate_tokens, beta_gradient, query_gradient, sum_heads
-from kda.contract import Call
+from kda import contract, ops, record, registry
+from kda.adjoints import allocate_tokens, beta_gradient, query_gradient, sum_heads
+from kda.contract import DIFFERENTIABLE, Call
 from kda.gate import dense, gate_backward
+from kda.once import once_differentiable
 from kda.precision import OUTPUTS, PrecisionSpec
 from kda.recurrent_kernels import kda_recurrent_bwd_kernel, kda_recurrent_fwd_kernel
 
@@ -189,8 +189,8 @@ class _RecurrentFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, do, dht, _):
-        *tensors, cu_seqlens, h = ctx.saved_tensors
+    def backward(ctx, saved, do, dht, _):
+        *tensors, cu_seqlens, h = saved
         call = replace_tensors(ctx.call, dict(zip(DIFFERENTIABLE, tensors), cu_seqlens=cu_seqlens))
         do = torch.zeros_like(call.v) if do is None else do
         gradients = _recurrent_backward(call, h, dense(do), dense(dht))
@@ -204,6 +204,13 @@ def run(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
     call = replace_tensors(call, dict(zip(DIFFERENTIABLE, (None if x is None else x.detach() for x in tensors))))
     training = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     return _RecurrentFunction.apply(call, training, *tensors)
+
+
+def gradients(call: Call, do: Tensor | None, dht: Tensor | None) -> dict[str, Tensor | None]:
+    """Every gradient of a validated call by the name of its argument; the states between are computed again."""
+    call = replace_tensors(call, {name: dense(getattr(call, name)) for name in DIFFERENTIABLE})
+    h = _recurrent_forward(call, True)[2]
+    return _recurrent_backward(call, h, torch.zeros_like(call.v) if do is None else dense(do), dense(dht))
 
 
 def replace_tensors(call: Call, tensors: dict[str, Tensor | None]) -> Call:
@@ -259,7 +266,7 @@ def fused_recurrent_kda(
         state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
     )
-    return registry.dispatch(contract.validate(call))[:2]
+    return ops.dispatch(contract.validate(call))[:2]
 
 
 registry.register(
@@ -269,6 +276,7 @@ registry.register(
         summary="token by token in Triton, forward and backward, every option",
         verify=lambda call: registry.needs_kernels(*(getattr(call, name) for name in DIFFERENTIABLE)),
         run=run,
+        gradients=gradients,
         precision=PRECISION,
     )
 )

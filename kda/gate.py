@@ -3,10 +3,10 @@
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
-from kda import contract, record, registry
+from kda import contract, ops, record, registry
 from kda.fp32_math import exp, log1p_exp_neg, sigmoid
+from kda.once import once_differentiable
 from kda.precision import PrecisionSpec
 
 BLOCK_TOKENS = 32  # tokens per partial sum of dA_log and ddt_bias; part of the numerics, so it never depends on sizes
@@ -176,8 +176,8 @@ class _GateFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
-        g, A_log, dt_bias = ctx.saved_tensors
+    def backward(ctx, saved, dy):
+        g, A_log, dt_bias = saved
         return (*gate_backward(g, A_log, dt_bias, ctx.lower_bound, dy), None, None)
 
 
@@ -246,7 +246,12 @@ def fused_kda_gate(
     result is in [lower_bound, 0], the bound rounded like the result. dt_bias is `[HV * K]`. g may be bf16, fp16 or
     fp32; the result has `output_dtype`. Raises ValueError or TypeError naming the argument, before any kernel runs.
     """
-    return registry.dispatch(contract.validate_gate(contract.GateCall(g, A_log, dt_bias, lower_bound, output_dtype)))
+    return ops.dispatch(contract.validate_gate(contract.GateCall(g, A_log, dt_bias, lower_bound, output_dtype)))
+
+
+def _gradients(call: contract.GateCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    dg, dA_log, ddt_bias = gate_backward(call.g, call.A_log, call.dt_bias, call.lower_bound, dy)
+    return {"g": dg, "A_log": dA_log, "dt_bias": ddt_bias}
 
 
 def _verify(call: contract.GateCall) -> str | None:
@@ -262,6 +267,7 @@ registry.register(
         summary="fused_kda_gate in Triton, forward and backward",
         verify=_verify,
         run=lambda call: _GateFunction.apply(call.g, call.A_log, call.dt_bias, call.lower_bound, call.output_dtype),
+        gradients=_gradients,
         precision=PRECISION,
     )
 )

@@ -21,13 +21,18 @@ INTERPRETED = triton.knobs.runtime.interpret  # fixed at import, as it is for ev
 
 @dataclass(frozen=True)
 class Route:
-    """One implementation. `verify` returns why it cannot take a call, or None; it is cheap and has no side effects."""
+    """One implementation. `verify` returns why it cannot take a call, or None; it is cheap and has no side effects.
+
+    `run(call)` is differentiable. `gradients(call, *grads)` computes every gradient, by the name of its argument, from
+    the inputs and the gradients of the results (None where there is none): what a compiled backward pass runs.
+    """
 
     id: str
     entries: frozenset[str]  # of "chunk", "recurrent", "gate"
     summary: str
     verify: Callable[[AnyCall], str | None]
     run: Callable[[AnyCall], object]
+    gradients: Callable[..., dict[str, torch.Tensor | None]]
     precision: PrecisionSpec
 
 
@@ -60,6 +65,10 @@ def register(route: Route) -> Route:
 def routes() -> tuple[Route, ...]:
     """Every registered route, in the order in which they are asked."""
     return tuple(_registry[name] for name in ORDER if name in _registry)
+
+
+def route_named(route_id: str) -> Route:
+    return _registry[route_id]
 
 
 def _known(route_id: str, where: str) -> str:
@@ -132,6 +141,10 @@ def choose(call: AnyCall) -> Explanation:
     return Explanation(call.entry, None, tuple(reasons))
 
 
+def asked_to_explain() -> bool:
+    return _explaining.get()
+
+
 class Explained(Exception):
     """Carries the answer out of an entry point that was asked only to explain itself."""
 
@@ -141,20 +154,9 @@ class Explained(Exception):
 
 @contextlib.contextmanager
 def explaining() -> Iterator[None]:
-    """Inside the block `dispatch` raises `Explained` instead of running anything."""
+    """Inside the block `ops.dispatch` raises `Explained` instead of running anything."""
     token = _explaining.set(True)
     try:
         yield
     finally:
         _explaining.reset(token)
-
-
-def dispatch(call: AnyCall):
-    """Run a validated call on the first route that takes it."""
-    explanation = choose(call)
-    if _explaining.get():
-        raise Explained(explanation)
-    if explanation.route is None:
-        raise ValueError(f"no route takes this call\n{explanation}")
-    with torch.cuda.device_of(call.g):  # Triton launches on the current device; no effect on CPU tensors
-        return _registry[explanation.route].run(call)

@@ -63,6 +63,18 @@ def test_every_module_says_what_it_is_the_authority_on(package):
     assert silent == []
 
 
+def test_kernels_have_one_grid_axis():
+    """The others end at 65535 programs."""
+    axes = {
+        (path.name, ast.unparse(argument))
+        for path in modules("kda")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("program_id", "num_programs")
+        for argument in (*node.args, *(keyword.value for keyword in node.keywords))
+    }
+    assert axes and {axis for _, axis in axes} == {"0"}, axes
+
+
 def test_no_machine_paths_are_committed():
     """A committed path of somebody's machine is wrong on every other one."""
     words = ("/" + "work/", "/" + "root/", ".lib" + "rary")

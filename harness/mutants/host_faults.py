@@ -5,7 +5,7 @@ from functools import partial
 from harness.mutants.mutant import Mutant, Patch
 
 CONTRACT, REGISTRY, CHUNK, TORCH = "kda/contract.py", "kda/registry.py", "kda/chunk.py", "kda/backends/torch_backend.py"
-_contract = partial(Patch, CONTRACT)
+_contract, _contents = partial(Patch, CONTRACT), partial(Patch, "kda/contents.py")
 _refused = partial(Mutant, kind="validation", tests=("tests/kda/test_contract.py",))
 _torch = partial(Mutant, route="torch", entry="recurrent")
 OFFSETS = "        return self.cu_seqlens.long().clamp(0, self.q.shape[1]).cummax(0).values\n"
@@ -49,12 +49,12 @@ MUTANTS = (
     _refused(
         "contract-offsets-fall",
         fault="offsets that fall are let through",
-        patches=(_contract("if b < a:", "if b < 0:"),),
+        patches=(_contents("if b < a:", "if b < 0:"),),
     ),
     _refused(
         "contract-offsets-beyond",
         fault="a last offset beyond the tokens is let through",
-        patches=(_contract("if offsets[-1] > tokens:", "if offsets[-1] > 2 * tokens:"),),
+        patches=(_contents("if offsets[-1] > tokens:", "if offsets[-1] > 2 * tokens:"),),
     ),
     _refused(
         "contract-packed-batch",

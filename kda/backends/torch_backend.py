@@ -1,14 +1,16 @@
 """Authority on the `torch` route: the operator in plain PyTorch, for tensors no kernel takes; gradients by autograd."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kda import record, registry
-from kda.contract import Call, GateCall
+from kda.contract import DIFFERENTIABLE, Call, GateCall
+from kda.once import once_differentiable
 from kda.precision import OUTPUTS, PrecisionSpec
 from kda.recurrent_kernels import L2NORM_EPS
 
@@ -33,8 +35,8 @@ class _Decay(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        a, decayed = ctx.saved_tensors
+    def backward(ctx, saved, grad):
+        a, decayed = saved
         return (grad * decayed).sum(-1), torch.where(a == 0, 0.0, a * grad)
 
 
@@ -52,8 +54,8 @@ class _Sigmoid(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
+    def backward(ctx, saved, grad):
+        (x,) = saved
         e = torch.exp(-x.abs())
         return grad * (e / (1 + e).square())
 
@@ -68,8 +70,8 @@ class _SoftplusGate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        z, A = ctx.saved_tensors
+    def backward(ctx, saved, grad):
+        z, A = saved
         far, near = torch.exp(A + z), torch.exp(A)
         is_far = z < LARGE_NEGATIVE
         dz = torch.where(grad == 0, 0.0, -grad * torch.where(is_far, far, near * torch.sigmoid(z)))
@@ -91,8 +93,8 @@ class _BoundedGate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        z, A = ctx.saved_tensors
+    def backward(ctx, saved, grad):
+        z, A = saved
         x = torch.exp(A) * z
         e = torch.exp(-x.abs())
         slope = e / (1 + e).square()
@@ -119,7 +121,8 @@ def run_gate(call: GateCall) -> Tensor:
 def _prepared(call: Call, tokens: int) -> tuple[Tensor, ...]:
     """q, k, v, g, beta of the first `tokens` rows in the working precision, one per value head, options applied."""
     _, _, H, HV, _, _ = call.shape
-    double = any(x.dtype == torch.float64 for x in (call.q, call.g, call.beta))
+    given = (getattr(call, name) for name in DIFFERENTIABLE)
+    double = any(x is not None and x.dtype == torch.float64 for x in given)
     work = lambda x: x[:, :tokens].to(torch.float64 if double else torch.float32)  # noqa: E731
     q, k, v, g, beta = (work(x) for x in (call.q, call.k, call.v, call.g, call.beta))
     if call.use_qk_l2norm_in_kernel:
@@ -132,17 +135,24 @@ def _prepared(call: Call, tokens: int) -> tuple[Tensor, ...]:
     return q * call.scale, k, v, g, beta
 
 
+def _read(state: Tensor, row: Tensor) -> Tensor:
+    """S^T x, `[B, HV, V]`: a product and a sum, which unlike a matrix product autocast leaves in their formats."""
+    return (state * row[..., None]).sum(-2)
+
+
 def _sequence(q, k, v, g, beta, state, chunk_size: int | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """One dense batch: (o `[B, L, HV, V]`, last state, the states at chunk starts)."""
+    """One dense batch: (o `[B, L, HV, V]`, last state, the states at chunk starts), all of them new tensors."""
+    if not q.shape[1]:
+        return v.clone(), state.clone(), []
     outputs, starts = [], []
     for t in range(q.shape[1]):
         if chunk_size and t % chunk_size == 0:
             starts.append(state.detach())
         state = _Decay.apply(g[:, t], state)
-        update = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
+        update = beta[:, t, :, None] * (v[:, t] - _read(state, k[:, t]))
         state = state + k[:, t, :, :, None] * update[:, :, None, :]
-        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
-    return torch.stack(outputs, 1) if outputs else v, state, starts
+        outputs.append(_read(state, q[:, t]))
+    return torch.stack(outputs, 1), state, starts
 
 
 def _sequences(offsets: list[int], q, k, v, g, beta, states, chunk_size) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -180,6 +190,29 @@ def run(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return o.to(call.q.dtype), stored(final) if call.output_final_state else None, h
 
 
+def gradients(call: Call | GateCall, *grads: Tensor | None) -> dict[str, Tensor | None]:
+    """Every gradient of a validated call by the name of its argument.
+
+    A compiled backward pass runs this where autograd is switched off for the thread; another thread has its own state.
+    """
+    with ThreadPoolExecutor(1) as worker:
+        return worker.submit(_gradients, call, grads).result()
+
+
+def _gradients(call: Call | GateCall, grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
+    names = [name for name in DIFFERENTIABLE if getattr(call, name, None) is not None]
+    leaves = [getattr(call, name).detach().requires_grad_() for name in names]
+    with torch.enable_grad():
+        made = _run(replace(call, **dict(zip(names, leaves))))
+    pairs = [(y, dy) for y, dy in zip(made if isinstance(made, tuple) else (made,), grads) if dy is not None]
+    outputs, incoming = zip(*pairs)
+    return dict(zip(names, torch.autograd.grad(outputs, leaves, incoming, allow_unused=True, materialize_grads=True)))
+
+
+def _run(call: Call | GateCall) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None]:
+    return run_gate(call) if call.entry == "gate" else run(call)
+
+
 def _verify(call: Call | GateCall) -> str | None:
     if call.g.device.type != "cpu" and registry.forced_route() != ROUTE:
         return f"one token at a time in PyTorch: serves tensors on {call.g.device} only when it is forced"
@@ -192,7 +225,8 @@ registry.register(
         entries=frozenset({"chunk", "recurrent", "gate"}),
         summary="plain PyTorch, every option and float64; for CPU tensors without the interpreter",
         verify=_verify,
-        run=lambda call: run_gate(call) if call.entry == "gate" else run(call),
+        run=_run,
+        gradients=gradients,
         precision=PRECISION,
     )
 )

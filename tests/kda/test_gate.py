@@ -156,5 +156,5 @@ def test_gate_refuses_a_second_derivative(route, device):
     with kda.force_route(route):
         y = kda.fused_kda_gate(g, torch.zeros(1, device=device))
         (dg,) = torch.autograd.grad(y.sum(), g, create_graph=True)
-        with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+        with pytest.raises(RuntimeError, match="may be differentiated twice"):
             torch.autograd.grad(dg.sum(), g)

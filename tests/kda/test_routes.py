@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kda
 from kda import registry
-from kda.contract import GateCall
+from kda.contract import Call, GateCall
 from kda.fused import PRECISION
 from kda.registry import needs_kernels
 
@@ -119,6 +120,25 @@ def test_torch_serves_other_devices_only_when_forced(kernels):
         assert registry.choose(call).route == "torch"
 
 
+MACHINES = {
+    "ampere": (80, None, None),
+    "turing": (75, None, "needs bf16 tensor cores: sm_80 or newer, not sm_75"),
+    "amd": (0, "6.4", "exchanges numbers within a warp in a way only proven on NVIDIA GPUs"),
+}
+
+
+@pytest.mark.parametrize("arch, hip, reason", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize("route", PRECISION)
+def test_fused_routes_know_their_machines(route, arch, hip, reason, monkeypatch, no_kernels):
+    monkeypatch.setattr("kda.fused._arch", lambda device: arch)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    with FakeTensorMode():
+        rows = lambda *shape: torch.empty(1, 4, *shape, dtype=torch.bfloat16, device="cuda")  # noqa: E731
+        call = Call("chunk", rows(1, 64), rows(1, 64), rows(2, 64), rows(2, 64), rows(2), safe_gate=True)
+        assert registry.route_named(route).verify(call) == reason
+        assert registry.choose(call).route == ("fused-safe_gate" if reason is None else "chunk-safe_gate")
+
+
 def test_force_route(kernels):
     with kda.force_route("torch"):
         explanation = explained("chunk_kda")
@@ -188,9 +208,7 @@ def test_every_route_declares_itself():
     for route in kda.routes():
         assert route.entries and route.summary and route.precision.excuses == ()
     with pytest.raises(ValueError, match=r"route\.id is 'fused'"):
-        registry.register(
-            registry.Route("fused", frozenset(), "", lambda call: None, lambda call: None, kda.PrecisionSpec("chunk"))
-        )
+        registry.register(registry.Route("fused", frozenset(), "", None, None, None, kda.PrecisionSpec("chunk")))
 
 
 def test_the_record_holds_forward_and_backward_while_it_is_open(device):

@@ -1,0 +1,137 @@
+"""Authority on how a validated call runs: at once, or under torch.compile as one custom operator."""
+
+from dataclasses import fields
+from functools import partial
+
+import torch
+from torch import Tensor, library
+
+from kda import contents, registry
+from kda.contract import DIFFERENTIABLE, Call, GateCall
+from kda.registry import AnyCall
+
+# NOTE [Compiled calls]
+# Eager calls never see these operators: their autograd functions know best what to keep. While torch.compile traces,
+# a call is validated and its route chosen from metadata alone, and one operator with the route's name among its
+# arguments goes into the graph; what only the data shows is checked when it runs. Its backward pass is a second
+# operator that has the inputs and the gradients of the results, and nothing else: a route that keeps more in eager mode
+# (states, or stages for `disable_recompute`) computes it again. Kernels, their order and their results are the same.
+
+SCHEMA = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    bool: "bool",
+    int: "int",
+    float: "float",
+    float | None: "float?",
+    str: "str",
+    torch.dtype: "ScalarType",
+}
+
+
+def dispatch(call: AnyCall):
+    """Run a validated call on the first route that takes it."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        contents.check(call)
+    explanation = registry.choose(call)
+    if not compiling and registry.asked_to_explain():
+        raise registry.Explained(explanation)
+    if explanation.route is None:
+        raise ValueError(f"no route takes this call\n{explanation}")
+    return _traced(call, explanation.route) if compiling else _execute(call, explanation.route)
+
+
+def _execute(call: AnyCall, route: str):
+    with torch.cuda.device_of(call.g):  # Triton launches on the current device; no effect on CPU tensors
+        return registry.route_named(route).run(call)
+
+
+def _arguments(call: AnyCall) -> list:
+    return [getattr(call, field.name) for field in fields(call)]
+
+
+def _traced(call: AnyCall, route: str):
+    """What `_execute` returns, as a node of the graph that is being traced."""
+    if isinstance(call, GateCall):
+        return torch.ops.kda.gate(route, *_arguments(call))[0]
+    results = torch.ops.kda.operator(route, *_arguments(call))
+    final_state = results[1] if call.output_final_state else None
+    h = results[-1].detach() if call.return_intermediate_states else None  # detached, as its gradient would be lost
+    return results[0], final_state, h
+
+
+def _present(results: Tensor | tuple[Tensor | None, ...]) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else [x for x in results if x is not None]
+
+
+def _fake_results(call: AnyCall) -> list[Tensor]:
+    """Empty tensors like those that every route returns."""
+    if isinstance(call, GateCall):
+        return [call.g.new_empty(call.g.shape, dtype=call.output_dtype)]
+    state = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    made = [call.q.new_empty(call.v.shape)]
+    if call.output_final_state:
+        made.append(call.q.new_empty(call.state_shape, dtype=state))
+    if call.return_intermediate_states:
+        packed = call.cu_seqlens is not None
+        chunks = library.get_ctx().new_dynamic_size() if packed else call.chunks_per_row()
+        made.append(call.q.new_empty((call.q.shape[0], chunks, *call.state_shape[1:]), dtype=state))
+    return made
+
+
+def _by_result(call: AnyCall, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Incoming gradients as `Route.gradients` takes them: (do, dht) of the operator, (dy,) of the gate."""
+    if isinstance(call, GateCall):
+        return (grads[0],)
+    return grads[0], grads[1] if call.output_final_state else None
+
+
+def _define(name: str, kind: type[AnyCall]) -> None:
+    """Register `kda::<name>` and `kda::<name>_backward` for one kind of call, whose fields are the arguments."""
+    names = [field.name for field in fields(kind)]
+    tensors = [name for name in names if name in (*DIFFERENTIABLE, "cu_seqlens", "cu_seqlens_cpu")]
+    signature = "str route, " + ", ".join(f"{SCHEMA[field.type]} {field.name}" for field in fields(kind))
+
+    def forward(route: str, *arguments: object) -> list[Tensor]:
+        call = kind(*arguments)
+        contents.check(call)
+        with torch.no_grad():
+            return _present(_execute(call, route))
+
+    def backward(grads: list[Tensor | None], wanted: list[str], route: str, *arguments: object) -> list[Tensor]:
+        call = kind(*arguments)
+        with torch.no_grad(), torch.cuda.device_of(call.g):
+            made = registry.route_named(route).gradients(call, *_by_result(call, grads))
+        return [made[name].contiguous() for name in wanted]
+
+    def fake_backward(grads: list[Tensor | None], wanted: list[str], route: str, *arguments: object) -> list[Tensor]:
+        call = kind(*arguments)
+        return [torch.empty_like(getattr(call, name), memory_format=torch.contiguous_format) for name in wanted]
+
+    def keep(ctx, inputs: tuple, output: list[Tensor]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.route, arguments = inputs[0], dict(zip(names, inputs[1:]))
+        ctx.save_for_backward(*(arguments.pop(name) for name in tensors))
+        ctx.rest = arguments
+
+    def formula(ctx, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+        arguments = {**ctx.rest, **dict(zip(tensors, ctx.saved_tensors))}
+        wanted = [name for name, needed in zip(names, ctx.needs_input_grad[1:]) if needed]
+        given = (arguments[name] for name in names)
+        made = getattr(torch.ops.kda, f"{name}_backward")(list(grads), wanted, ctx.route, *given)
+        made = dict(zip(wanted, made))
+        return None, *(made.get(name) for name in names)
+
+    define = partial(library.custom_op, mutates_args=())
+    operator = define(f"kda::{name}", forward, schema=f"({signature}) -> Tensor[]")
+    operator.register_fake(lambda route, *arguments: _fake_results(kind(*arguments)))
+    operator.register_autograd(formula, setup_context=keep)
+    adjoint = define(
+        f"kda::{name}_backward", backward, schema=f"(Tensor?[] grads, str[] wanted, {signature}) -> Tensor[]"
+    )
+    adjoint.register_fake(fake_backward)
+
+
+_define("operator", Call)
+_define("gate", GateCall)
