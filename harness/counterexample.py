@@ -79,13 +79,15 @@ def minimised(arguments: argparse.Namespace, console: Console) -> int:
 
 def compared(arguments: argparse.Namespace, console: Console) -> int:
     """`kda compare`: one table, a line for every route of every subject, the quantities as columns."""
-    problem = _load(arguments.path)
+    problem, found = _load(arguments.path), load_found(_problem_path(arguments.path))
+    form = found[3] if found else ""
     names = [name for name in arguments.subjects.split(",") if name]
     if not names:
         raise ValueError(f"subjects is {arguments.subjects!r}; it must be names separated by commas")
     say(console, repr(problem))
     quantities = sorted(problem.quantities())
-    table = Table(title="ratio and class, by subject", title_justify="left")
+    title = f"ratio and class, by subject{f', in the form {form} too' if form else ''}"
+    table = Table(title=title, title_justify="left")
     for column in ("subject", "route", *quantities):
         table.add_column(column, overflow="fold")
     results, left_out = [], []
@@ -93,7 +95,7 @@ def compared(arguments: argparse.Namespace, console: Console) -> int:
         subject, device = prepared(arguments, name)
         with _runner(arguments, subject, device, "inflight") as runner:
             for route in _routes(arguments, subject, problem):
-                checked = runner.check(route.id, problem, repeat=True, seed=arguments.seed)
+                checked = runner.check(route.id, problem, repeat=True, seed=arguments.seed, forms=(form,))
                 results.append(checked)
                 reason = _not_covered(checked)
                 if reason is None:

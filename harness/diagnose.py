@@ -78,8 +78,9 @@ def diagnose(runner: Runner, finding: Finding, seed: int = 0, seconds: float = 2
 
     def fails(candidate: Problem) -> bool | None:
         verdict = runner.verdict_like(finding, candidate, seed)
-        # A quantity without elements is right, and says nothing.
-        return None if verdict is None or verdict.statistic == "empty" else verdict.klass in FAILURES
+        failed = verdict is not None and verdict.klass in FAILURES
+        # What is right on a call without tokens says nothing.
+        return None if verdict is None or not (failed or sum(candidate.lengths)) else failed
 
     left = min(SHARE_OF_TRIALS * seconds, deadline - time.monotonic())
     trials = [] if lost else necessity.trials(problem, fails, left)

@@ -122,7 +122,9 @@ def call(form=False):
 
 
 def same_bits(a, b):
-    as_bytes = [x.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
+    # Clones: a single element counts as contiguous whatever its stride, and then has no bytes to view.
+    flat = (x.detach().cpu().flatten().clone(memory_format=torch.contiguous_format) for x in (a, b))
+    as_bytes = [x.view(torch.uint8) for x in flat]
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*as_bytes)
 
 

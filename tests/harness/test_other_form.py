@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from harness.cli import main
 from harness.diagnose import Diagnosis, diagnose
 from harness.problem import Problem
 from harness.report import folder
@@ -100,6 +102,24 @@ def test_what_only_the_harness_can_run_says_so(tmp_path):
     text = (where / "report.md").read_text() + (where / "report.html").read_text()
     assert "another form, watched" in text and "kda replay problem.json" in text
     assert "reproduce.py" not in text
+
+
+def test_single_elements_with_gaps_have_bits(tmp_path):
+    runner, finding = found(tmp_path, "WRONG.strided", "strided")
+    script = (written(tmp_path, diagnose(runner, finding, seconds=0.0)) / "reproduce.py").read_text()
+    space: dict = {"__name__": "script"}
+    exec(compile(script, "reproduce.py", "exec"), space)
+    one = torch.ones(1, 1, 1, 1)
+    assert space["same_bits"](space["spread"](one), one) and not space["same_bits"](space["spread"](one), -one)
+
+
+def test_compare_runs_the_form_that_the_file_names(tmp_path, capsys):
+    path = tmp_path / "problem.json"
+    path.write_text(PACKED.to_json({"route": ROUTE, "quantity": "o", "class": "BUG", "form": "negated_keys"}))
+    compare = ["compare", str(path), "--routes", ROUTE, "--device", "cpu", "--report", str(tmp_path), "--subjects"]
+    assert main([*compare, f"{MODULE}:plain"]) == 0
+    assert main([*compare, f"{MODULE}:odd"]) == 1
+    assert "in the form negated_keys too" in capsys.readouterr().out
 
 
 def test_a_form_is_followed_only_where_it_applies_and_by_its_own_verdict(tmp_path):

@@ -263,3 +263,10 @@ def test_a_death_has_a_place_and_a_name(tmp_path):
     assert lines["what"].endswith(": killed by SIGSEGV")
     assert "subjects.py:" in lines["where"] and lines["where"].endswith(" in _segfault")
     assert lines["how"] == "Fatal Python error: Segmentation fault"
+
+
+def test_a_call_without_tokens_cures_nothing(tmp_path):
+    """Whatever the fault is, nothing is wrong with no elements."""
+    problem = replace(PROBLEM, lengths=(1,), packed=False, tail=0, loss="none")
+    made = diagnosis(tmp_path, "wrong", "o", problem, seconds=20.0)
+    assert made.trials and "length=0" not in {trial.change for trial in made.trials}

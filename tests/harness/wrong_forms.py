@@ -60,3 +60,7 @@ WRONG = SimpleNamespace(
     nan_head=off_by(lambda o, v, **_: 0 * v.sum(2, keepdim=True)),
     head_alone=off_by(lambda o, v, **_: v.sum(2, keepdim=True)),
 )
+
+# Within rounding in either form: only the two together show it.
+odd = SimpleNamespace(chunk_kda=off_by(lambda o, k, **_: 1e-7 * (k.sum() > 0)))
+plain = SimpleNamespace(chunk_kda=right)
