@@ -24,7 +24,7 @@ from harness.runner import Checked, Runner
 from harness.shrink import shrink
 from harness.subject import Subject, load_subject
 from harness.terminal import FINDING, INCOMPLETE, OK, say, show_finding, show_verdicts, stage_table
-from harness.variants import VARIANTS
+from harness.variants import VARIANTS, WATCHED
 from harness.verdict import SEVERITY, Verdict, worst
 
 MINIMISE_SECONDS = 60.0
@@ -179,7 +179,9 @@ def _failure(
             covered |= verdict.klass != "NOT_COVERED"
             failures += [(route.id, verdict)] if verdict.klass in FAILURES else []
     named = [(route, v) for route, v in failures if found == (route, v.quantity, v.klass, form_of(v))]
-    ordered = named or sorted(failures, key=lambda one: SEVERITY.index(one[1].klass), reverse=True)
+    # What the sanitizer says is the cause of whatever else memory that nobody wrote has done.
+    gravity = lambda one: (form_of(one[1]) == WATCHED, SEVERITY.index(one[1].klass))  # noqa: E731
+    ordered = named or sorted(failures, key=gravity, reverse=True)
     return (Finding.of(*ordered[0], problem) if ordered else None), covered
 
 

@@ -21,7 +21,7 @@ from harness.results import FAILURES, Finding, form_of
 from harness.rows import PER_QUERY_HEAD
 from harness.runner import Checked, Runner
 from harness.stage_trace import StageRatio
-from harness.variants import VARIANTS
+from harness.variants import VARIANTS, WATCHED, applicable
 from harness.verdict import Verdict
 
 MEASURED_STEPS = 5e7  # replicas of a field: tokens x heads x K x V; beyond it only the heads of the worst elements
@@ -47,6 +47,7 @@ class Diagnosis:
     spreads: tuple[Spread, ...]
     lines: tuple[tuple[str, str], ...]
     seen: bool = True  # the failure was there again when this was made
+    cause: str = ""  # what the sanitizer says of a failure that comes and goes
 
     @property
     def field(self) -> Field | None:
@@ -100,6 +101,7 @@ def diagnose(runner: Runner, finding: Finding, seed: int = 0, seconds: float = 2
         spreads=tuple(spreads),
         lines=(),
         seen=seen,
+        cause="" if seen and not spreads else _watched(runner, route, problem, seed),
     )
     return replace(made, lines=_lines(made))
 
@@ -149,6 +151,15 @@ def _form(runner: Runner, route: Route, finding: Finding) -> tuple[list[int], to
         return None
     case = materialise(problem, runner.oracle_device(problem))
     return form(case, finding.quantity, problem.entry, route.judged_by(problem))
+
+
+def _watched(runner: Runner, route: Route, problem: Problem, seed: int) -> str:
+    """The sanitizer's complaint about a call; "" where it has none, or kernels are compiled."""
+    if runner.poisoned or VARIANTS[WATCHED] not in applicable(route, problem):
+        return ""
+    said = [v.message for v in runner.check(route.id, problem, seed=seed, forms=(WATCHED,), only="").verdicts]
+    promise = f"{VARIANTS[WATCHED].promise}: "
+    return next((one.removeprefix(promise).splitlines()[0] for one in said if one.startswith(promise)), "")
 
 
 def _location(finding: Finding, fields: Mapping[str, Field], checked: Checked) -> Location | None:
@@ -240,6 +251,8 @@ def _crashed_at(message: str) -> str:
 
 
 def _how(made: Diagnosis) -> str:
+    if made.cause:
+        return f"{made.spreads[0]}; {made.cause}" if made.spreads else made.cause
     if not made.seen and not made.spreads:
         return "the same call was right when it was made again: memory that nobody wrote, or a race"
     if made.spreads:

@@ -31,10 +31,10 @@ class Field:
 
     @property
     def ratio(self) -> Tensor:
-        """|got - expected| over the tolerance: infinite where got is not finite, 0 where nothing was measured."""
+        """|got - expected| over the tolerance: infinite where one is not finite, 0 where nothing was measured."""
         error = (self.got - self.expected).abs()
         ratio = torch.where(error > 0, error / self.tolerance, 0.0)
-        ratio = torch.where(torch.isfinite(self.got), ratio, torch.inf)
+        ratio = torch.where(torch.isfinite(self.got) & torch.isfinite(self.expected), ratio, torch.inf)
         return torch.where(torch.isnan(self.tolerance), 0.0, ratio)
 
     @property

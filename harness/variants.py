@@ -20,6 +20,7 @@ from oracle.packing import Layout
 TOKENS = ("q", "k", "v", "g", "beta", "do")  # inputs `[B, T, ...]`
 STATES = ("initial_state", "dht")  # inputs `[N, HV, ...]`
 PARAMETER_GRADIENTS = frozenset({"dA_log", "ddt_bias"})
+WATCHED = "watched"  # the form under the interpreter's sanitizer
 FACTOR = -0.125  # a power of two: no format rounds it
 TAIL_ADDED = 3  # tokens
 
@@ -352,7 +353,7 @@ VARIANTS: Mapping[str, Variant] = {
             universal=True,
         ),
         Variant(
-            "watched",
+            WATCHED,
             "no kernel leaves its memory, reads what nobody wrote, or races; the order of programs does not matter",
             _interpreted,
             context=_watched,

@@ -10,9 +10,9 @@ from harness.bits import differing_bytes
 from harness.diagnose import Diagnosis
 from harness.problem import Case
 from harness.report.call_text import TENSORS, given_keywords
-from harness.variants import VARIANTS
+from harness.variants import VARIANTS, WATCHED
 
-NEEDS_HARNESS = frozenset({"watched"})  # its sanitizer is no part of a script
+NEEDS_HARNESS = frozenset({WATCHED})  # its sanitizer is no part of a script
 BY_SCRIPT = frozenset({"strided", "nan_filled"})  # the script makes these of the call's own arguments
 
 

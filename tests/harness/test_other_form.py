@@ -1,6 +1,7 @@
 """Findings about another form of a call: the place, the form in words, and a script that shows it on its own."""
 
 import faulthandler
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -8,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from harness.agreement import between
 from harness.cli import main
 from harness.diagnose import Diagnosis, diagnose
-from harness.problem import Problem
+from harness.problem import Problem, materialise
 from harness.report import folder
 from harness.results import Finding, Report, environment, load_found
 from harness.runner import Runner
@@ -135,3 +139,37 @@ def test_a_form_that_does_not_exist_is_refused(tmp_path):
     path.write_text(Problem().to_json({"route": ROUTE, "quantity": "o", "class": "BUG", "form": "sideways"}))
     with pytest.raises(ValueError, match="form 'sideways'; it must be one of"):
         load_found(path)
+
+
+@triton.jit
+def past_the_end(x, y, N, BLOCK: tl.constexpr):
+    o_n = tl.arange(0, BLOCK)
+    tl.store(y + o_n, tl.load(x + o_n), mask=o_n < N)
+
+
+CALLS = itertools.count()
+
+
+def reads_past_the_end(**kwargs):
+    """Wrong in the first call only, as what lies there may be."""
+    o, *rest = wrong_forms.right(**kwargs)
+    x = torch.zeros(3)
+    past_the_end[(1,)](x, torch.empty(3), 3, 4)
+    return (o + (next(CALLS) == 0), *rest)
+
+
+def test_what_comes_and_goes_is_explained_by_the_sanitizer(tmp_path):
+    route = Route(ROUTE, "chunk", reads_past_the_end, PRECISION)
+    runner = Runner(Subject("reads", "", (route,)), "cpu", tmp_path, isolated=False)
+    problem = replace(PACKED, loss="none")
+    wrong = next(v for v in runner.check(ROUTE, problem).verdicts if v.klass == "BUG")
+    lines = dict(diagnose(runner, Finding.of(ROUTE, wrong, problem), seconds=0.0).lines)
+    assert "seen once, and not again" in lines["what"]
+    assert "out-of-bounds load: kernel past_the_end" in lines["how"]
+
+
+def test_nan_in_the_call_itself_is_a_difference():
+    case = materialise(PACKED)
+    first, second = {"o": torch.full((1, 9, 2, 3), torch.nan)}, {"o": torch.zeros(1, 9, 2, 3)}
+    field = between(VARIANTS["strided"], case, "o", first, second)
+    assert int(field.wrong.sum()) == 54
