@@ -177,7 +177,7 @@ MUTANTS = (
         families=("dyadic", "repeated_keys"),
     ),
     _any(
-        "fused-outputs-truncated",
+        "fused-output-rounded-twice",
         "precision",
         "o is scaled after it has been rounded",
         (
@@ -205,7 +205,7 @@ MUTANTS = (
         "precision",
         "log(1 + u) lacks the series' last term",
         (_gate("b_p = -0.008539230562746525 * b_u + 0.04408971592783928", "b_p = 0.0 * b_u + 0.04408971592783928"),),
-        families=("gate_extremes", "generic"),
+        tests=(GATE_TESTS,),
     ),
     _safe(
         "fused-bounded-steep",
