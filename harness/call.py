@@ -13,6 +13,7 @@ from torch import Tensor
 from harness.bits import differing_bytes
 from harness.problem import Case, Problem
 from kda.precision import PrecisionSpec
+from kda.registry import NoRoute
 
 DIFFERENTIABLE = {
     **{"q": "dq", "k": "dk", "v": "dv", "g": "dg", "beta": "dbeta"},
@@ -161,7 +162,10 @@ def stages_of(route: Route, case: Case) -> Run:
 
 
 def _forward_backward(route: Route, case: Case, leaves: Mapping[str, Tensor], gradients: bool) -> dict[str, Tensor]:
-    returned = route.function(**leaves, **keywords(case, route.entry))
+    try:
+        returned = route.function(**leaves, **keywords(case, route.entry))
+    except NoRoute as refusal:
+        raise NotCovered(f"refused: {refusal}") from None
     results = returned if isinstance(returned, tuple) else (returned,)
     named = dict(zip(("o", "ht", "h"), results))
     outputs = {name: x.detach() for name, x in named.items() if x is not None}

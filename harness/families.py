@@ -208,6 +208,7 @@ FAMILIES: tuple[Family, ...] = (
             _but(k="repeated", l2norm=True, beta="twos", g="slow", dtype="bf16", lengths=(64,), K=16, V=16),
             _but(k="repeated", l2norm=True, beta="twos", g="zeros", dtype="bf16", lengths=(130,)),
             _but(**_ERASED, lengths=(16, 15, 17), packed=True, loss="state", v_first=True),
+            _but(**_ERASED, lengths=(64, 17, 65), packed=True, l2norm=True),
         ),
         {**_FREE, "k": ("repeated", "near_repeated"), "beta": ("ones", "twos", "near_one"), "g": ("zeros", "slow")},
     ),

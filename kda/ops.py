@@ -38,7 +38,7 @@ def dispatch(call: AnyCall):
     if not compiling and registry.asked_to_explain():
         raise registry.Explained(explanation)
     if explanation.route is None:
-        raise ValueError(f"no route takes this call\n{explanation}")
+        raise registry.NoRoute(f"no route takes this call\n{explanation}")
     return _traced(call, explanation.route) if compiling else _execute(call, explanation.route)
 
 

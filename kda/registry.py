@@ -49,6 +49,10 @@ class Explanation:
         return "\n".join(lines + [f"  {route}: refused, {reason}" for route, reason in self.reasons])
 
 
+class NoRoute(ValueError):
+    """Every route refuses a valid call; the message has the reason of each."""
+
+
 _registry: dict[str, Route] = {}
 _explaining: ContextVar[bool] = ContextVar("kda_explaining", default=False)
 _forced: list[str] = []

@@ -11,14 +11,17 @@ from torch import Tensor
 
 from oracle.recurrence import Rows
 
+CHUNK = 64  # tokens of a chunk of the usual kernels
+
 # NOTE [Natural size]
 # Where keys repeat, the delta rule erases what it wrote before: the exact state along such a key, or its gradient, may
 # be 1e-5 of what it was a few tokens ago. The recurrence multiplies its way down to that and keeps every digit; a
 # chunkwise kernel subtracts, and keeps digits relative to what it subtracted. Both are right to an operand's roundoff
 # of the terms, and nobody can use the digits below. So a row counts as lost only against its terms: N_t, the size of
 # the state if nothing were erased or added up, is the larger of its decayed self and the last update; M_t likewise for
-# the gradient of the state, from the end. An upper bound is not wanted: a size that grew with the number of repeated
-# keys would excuse an unstable inverse.
+# the gradient of the state, from the end. The gradient of a gate is summed over the pairs of tokens of a chunk with the
+# gate between them: its terms are as large as the largest of the chunk. An upper bound is not wanted: a size that grew
+# with the number of repeated keys would excuse an unstable inverse.
 
 
 def _carried(start: Tensor, decay: Tensor, update: Tensor, backwards: bool) -> Tensor:
@@ -31,6 +34,12 @@ def _carried(start: Tensor, decay: Tensor, update: Tensor, backwards: bool) -> T
         sizes.append(size)
         size = decay[..., t] * size if backwards else size
     return torch.stack(sizes[::-1] if backwards else sizes, -1)
+
+
+def _largest_of_chunk(x: Tensor) -> Tensor:
+    """Every token's size `[M, R, T]` as the largest of its CHUNK tokens."""
+    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % CHUNK)).unflatten(-1, (-1, CHUNK))
+    return padded.amax(-1, keepdim=True).expand_as(padded).flatten(-2)[..., : x.shape[-1]]
 
 
 @dataclass(frozen=True)
@@ -70,11 +79,14 @@ def natural_core(
         decayed = n.decay * before
         residual, pull = n.v + n.k * decayed, n.k * M
         products = root_V * n.beta * (residual * M + pull * decayed)
+        later = torch.cat([n.decay[..., 1:] * M[..., 1:], torch.zeros_like(M[..., :1])], -1)
+        # k dk and q dq as far as they come from other tokens: what the gradients of gates are summed from.
+        pairs = root_V * torch.maximum(n.k * n.beta * (residual * later + pull * decayed), n.q * arriving * decayed)
         out |= {
             "dq": wide(abs(scale) * root_V * arriving * N, K),
             "dk": wide(products, K),
             "dv": wide(n.beta * pull, V),
-            "dg": wide(root_V * M * decayed, K),
+            "dg": wide(_largest_of_chunk(torch.maximum(root_V * M * decayed, pairs)), K),
             "dbeta": root_V * pull * residual,
             "dstate": whole(n.decay[..., 0] * M[..., 0]),
         }

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from harness.call import NotCovered, RouteDidNotRun, call
 from harness.problem import Problem, materialise
 from harness.runner import Runner
 from harness.subject import Subject, load_subject, signature_subject
+from kda import registry
 
 PLAIN = Problem(entry="chunk", lengths=(4,), K=4, V=4, k="unit", v="gauss", g="mild", beta="uniform")
 
@@ -130,3 +132,11 @@ def test_bits_are_compared_with_nan_and_signed_zero():
     assert differing_bytes(x, x.clone()) == 0
     assert differing_bytes(x, torch.tensor([-0.0, float("nan"), 1.0])) == 1
     assert differing_bytes(x.expand(2, 3), x.repeat(2, 1)) == 0
+
+
+def test_a_route_that_refuses_is_not_covered_and_no_crash(monkeypatch, tmp_path):
+    """What only a verifier knows (a device, a driver) is no fault of the kernel."""
+    route = replace(registry.route_named("torch"), verify=lambda call: "not here")
+    monkeypatch.setitem(registry._registry, "torch", route)
+    checked = Runner(load_subject("kda"), "cpu", tmp_path).check("torch", Problem())
+    assert [(v.klass, "not here" in v.message) for v in checked.verdicts] == [("NOT_COVERED", True)]
