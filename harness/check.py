@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from harness import results
+from harness.call import Route
 from harness.crew import Crew, Job, Settings, processes
 from harness.diagnose import diagnose
 from harness.families import FAMILIES, Family
@@ -30,6 +31,7 @@ from harness.strategies import problems
 from harness.subject import Subject
 from harness.variants import applicable
 
+BOTH_ENTRIES = ("generic", "ragged")  # families that ask a route for both of its entries
 REPEAT_EVERY = 4  # of the problems on a route, this share is run twice and compared bit by bit
 FINDINGS_SHRUNK = 12  # distinct failures of a run that are worth shrinking
 
@@ -105,10 +107,7 @@ def plan(
         if not fnmatch.fnmatch(route.id, routes):
             continue
         for family in FAMILIES:
-            slow_route = route.id == "torch"
-            if not fnmatch.fnmatch(family.name, families) or route.entry not in family.entries:
-                continue
-            if family.gpu_only and (device == "cpu" or slow_route):
+            if not fnmatch.fnmatch(family.name, families) or not _asked(subject, route, family, device):
                 continue
             tasks = tasks_of(route.id, route.entry, family, profile, seed, device)
             if device == "cpu" and route.spec.gradients is not None:
@@ -118,6 +117,19 @@ def plan(
     rounds = max(map(len, queues), default=0)
     ordered = [queue[i] for i in range(rounds) for queue in queues if i < len(queue)]
     return sorted(ordered, key=lambda task: not task.required)
+
+
+def _asked(subject: Subject, route: Route, family: Family, device: str) -> bool:
+    """Whether a family has something to ask of a route there.
+
+    Where one route serves both entries, by the same kernels, the chunk entry is asked what is its own, and in general.
+    """
+    if route.entry not in family.entries:
+        return False
+    if family.gpu_only and (device == "cpu" or route.id == "torch"):
+        return False
+    twice = route.entry == "chunk" and any((r.id, r.entry) == (route.id, "recurrent") for r in subject.routes)
+    return not (twice and "recurrent" in family.entries and family.name not in BOTH_ENTRIES)
 
 
 def tasks_of(route: str, entry: str, family: Family, profile: Profile, seed: int, device: str) -> Iterator[Task]:

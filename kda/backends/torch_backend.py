@@ -23,6 +23,19 @@ def _working(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+class _Dense(torch.autograd.Function):
+    """x and its gradient without gaps: on a CPU the exponential of a vector is not to the bit that of its elements."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, saved, grad):
+        return grad.contiguous()
+
+
 class _Decay(torch.autograd.Function):
     """exp(g) S; where the decay is 0 the row is reset, and so is its gradient (inf * 0 and -inf * 0 never happen)."""
 
@@ -210,7 +223,9 @@ def _gradients(call: Call | GateCall, grads: tuple[Tensor | None, ...]) -> dict[
 
 
 def _run(call: Call | GateCall) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None]:
-    return run_gate(call) if call.entry == "gate" else run(call)
+    dense = lambda x: None if x is None else _Dense.apply(x)  # noqa: E731
+    call = replace(call, **{name: dense(getattr(call, name)) for name in DIFFERENTIABLE if hasattr(call, name)})
+    return dense(run_gate(call)) if call.entry == "gate" else tuple(map(dense, run(call)))
 
 
 def _verify(call: Call | GateCall) -> str | None:
