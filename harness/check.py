@@ -29,7 +29,7 @@ from harness.runner import Checked, Runner
 from harness.shrink import shrink
 from harness.strategies import problems
 from harness.subject import Subject
-from harness.variants import applicable
+from harness.variants import in_turn
 
 BOTH_ENTRIES = ("generic", "ragged")  # families that ask a route for both of its entries
 REPEAT_EVERY = 4  # of the problems on a route, this share is run twice and compared bit by bit
@@ -231,8 +231,7 @@ def _jobs(subject: Subject, tasks: list[Task]) -> list[Job]:
     turns: Counter[str] = Counter()
     jobs = []
     for index, task in enumerate(tasks):
-        promised = applicable(subject.route(task.route, task.problem.entry), task.problem)
-        forms = (promised[turns[task.route] % len(promised)].name,) if promised else ()
+        forms = in_turn(subject.route(task.route, task.problem.entry), task.problem, turns[task.route])
         turns[task.route] += 1
         jobs.append(Job(task.route, task.problem, index % REPEAT_EVERY == 0, task.alone, forms))
     return jobs
@@ -268,8 +267,7 @@ def _explain_all(
         _diagnose_all(checks, runner, report, seconds, seed, results.environment(device))
     finally:
         if checks.findings:
-            name = f"{runner.subject.name} {runner.subject.version}".strip()
-            checks.index = folder.write_index(checks.findings.values(), report, name, seed)
+            checks.index = folder.write_index(checks.findings.values(), report, runner.subject.title, seed)
 
 
 def _shrink_all(checks: Checks, runner: Runner, report: Report, seconds: float, seed: int, keep_shape: bool) -> None:
@@ -315,7 +313,5 @@ def summary(checks: Checks, subject: Subject, device: str, seed: int) -> dict:
         "peak_bytes": checks.peak_bytes,
         "problems": checks.problems,
     }
-    name = f"{subject.name} {subject.version}".strip()
-    return results.document(
-        results.environment(device), name, seed, checks.rows.values(), checks.findings.values(), coverage
-    )
+    env = results.environment(device)
+    return results.document(env, subject.title, seed, checks.rows.values(), checks.findings.values(), coverage)

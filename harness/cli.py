@@ -120,7 +120,7 @@ def _setting(env: dict) -> str:
 
 
 def _print_checks(checks: check.Checks, subject: Subject, console: Console) -> None:
-    table = Table(title=f"{subject.name} {subject.version}".strip(), title_justify="left")
+    table = Table(title=subject.title, title_justify="left")
     for column in ("route", "quantity", "problems", "uninformative", "worst ratio", "class"):
         table.add_column(column, justify="left" if column in ("route", "quantity", "class") else "right")
     merged: dict[tuple[str, str], list] = {}
@@ -171,7 +171,7 @@ def _verdict_line(checks: check.Checks, status: int) -> str:
 
 def _routes(arguments: argparse.Namespace, console: Console) -> int:
     subject = load_subject(arguments.subject)
-    table = Table(title=f"{subject.name} {subject.version}".strip(), title_justify="left")
+    table = Table(title=subject.title, title_justify="left")
     for column in ("route", "entry", "gradients", "rounding points"):
         table.add_column(column)
     for route in subject.routes:

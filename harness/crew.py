@@ -71,8 +71,12 @@ def _start(settings: Settings, threads: int) -> None:
     _runner, _seed = Runner(load_subject(settings.subject), settings.device, folder), settings.seed
 
 
+def _checked(runner: Runner, job: Job, seed: int) -> Checked:
+    return runner.check(job.route, job.problem, repeat=job.repeat, seed=seed, forms=job.forms)
+
+
 def _work(job: Job) -> tuple[Checked, bool]:
-    checked = _runner.check(job.route, job.problem, repeat=job.repeat, seed=_seed, forms=job.forms)
+    checked = _checked(_runner, job, _seed)
     checked.runs, checked.varied = [], {}  # outputs are large, and nobody asks for them there
     return checked, _runner.poisoned
 
@@ -90,23 +94,19 @@ class Crew:
             for job in jobs:
                 if not more():
                     return
-                yield self.here.check(
-                    job.route, job.problem, repeat=job.repeat, seed=self.settings.seed, forms=job.forms
-                )
+                yield _checked(self.here, job, self.settings.seed)
             return
         yield from self._ordered(deque(jobs), more)
 
     def _ordered(self, waiting: deque[Job], more: Callable[[], bool]) -> Iterator[Checked]:
+        started = lambda job: (job, None if job.alone else self._submit(job))  # noqa: E731
         running: deque[tuple[Job, Future | None]] = deque()
         while (waiting or running) and more():
             while waiting and len(running) < 4 * self.count:
-                job = waiting.popleft()
-                running.append((job, None if job.alone else self._submit(job)))
+                running.append(started(waiting.popleft()))
             job, future = running.popleft()
             if future is None:
-                yield self.here.check(
-                    job.route, job.problem, repeat=job.repeat, seed=self.settings.seed, forms=job.forms
-                )
+                yield _checked(self.here, job, self.settings.seed)
                 continue
             try:
                 checked, poisoned = future.result()
@@ -114,7 +114,7 @@ class Crew:
                 checked, poisoned = self._isolated(job), True
             if poisoned:  # no later result of that process means anything
                 self.close()
-                running = deque((job, None if job.alone else self._submit(job)) for job, _ in running)
+                running = deque(started(job) for job, _ in running)
             yield checked
 
     def _submit(self, job: Job) -> Future:
@@ -129,7 +129,7 @@ class Crew:
         """A job that was under way when a process died, in a child whose death is a result."""
         runner = Runner(self.here.subject, self.settings.device, self.settings.folder, isolated=True)
         try:
-            return runner.check(job.route, job.problem, repeat=job.repeat, seed=self.settings.seed, forms=job.forms)
+            return _checked(runner, job, self.settings.seed)
         finally:
             runner.close()
 

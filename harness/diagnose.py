@@ -87,7 +87,7 @@ def diagnose(runner: Runner, finding: Finding, seed: int = 0, seconds: float = 2
     trials = [] if lost else necessity.trials(problem, fails, left)
     made = Diagnosis(
         finding=finding,
-        subject=f"{runner.subject.name} {runner.subject.version}".strip(),
+        subject=runner.subject.title,
         route=route,
         device=runner.device,
         verdicts=tuple(checked.verdicts),

@@ -32,6 +32,11 @@ class Subject:
     routes: tuple[Route, ...]
     foreign: bool = True
 
+    @property
+    def title(self) -> str:
+        """Name and version, as reports and tables have it."""
+        return f"{self.name} {self.version}".strip()
+
     def route(self, route_id: str, entry: str) -> Route:
         """The route of this id that serves `entry`."""
         for route in self.routes:
@@ -44,7 +49,7 @@ class Subject:
 def own_subject() -> Subject:
     """kda's own routes, each forced, with the launch record as proof."""
     import kda
-    from kda.chunk_fwd import SAFE_GATE, UNBOUNDED
+    from kda.chunk_fwd import SAFE_GATE, UNBOUNDED, anchored
     from kda.gate import PRECISION as GATE_PRECISION
 
     def proving(route_id: str) -> Callable[[], AbstractContextManager]:
@@ -60,7 +65,7 @@ def own_subject() -> Subject:
     for route in kda.routes():
         for entry in sorted(route.entries):
             spec = GATE_PRECISION if entry == "gate" else route.precision
-            bounded = _wants_bounded if route.id.endswith("safe_gate") else _takes_all
+            bounded = _wants_bounded if anchored(route.id) else _takes_all
             lacks = _and(fitting.lacks_fused, bounded) if route.id.startswith("fused") else bounded
             function, origin = functions[entry], f"kda:{functions[entry].__name__}"
             stages = _staged(route.id) if entry == "chunk" and route.id in (SAFE_GATE, UNBOUNDED) else None

@@ -69,6 +69,12 @@ def applicable(route: Route, problem: Problem) -> list[Variant]:
     return [v for v in VARIANTS.values() if (v.universal or route.invariant) and v.applies(problem)]
 
 
+def in_turn(route: Route, problem: Problem, turn: int) -> tuple[str, ...]:
+    """The name of one form that applies, each as its turn comes; none where nothing is promised."""
+    promised = applicable(route, problem)
+    return (promised[turn % len(promised)].name,) if promised else ()
+
+
 def _with(case: Case, inputs: Mapping[str, Tensor | None], **changes: object) -> Case:
     problem = replace(case.problem, edits=(), **changes) if changes else case.problem
     return replace(case, problem=problem, inputs={**case.inputs, **inputs})

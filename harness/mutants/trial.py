@@ -18,7 +18,7 @@ from harness.profiles import Profile
 from harness.results import FAILURES
 from harness.runner import Checked, Runner
 from harness.subject import Subject, own_subject
-from harness.variants import VARIANTS, applicable
+from harness.variants import VARIANTS, in_turn
 from harness.verdict import Verdict
 
 GENERATED = Profile("mutants", generated=8, budget=0.0, shrink_seconds=0.0)
@@ -86,9 +86,8 @@ def _in_problems(mutant: Mutant, folder: Path, problems: int, seed: int, device:
 
 def _forms(subject: Subject, mutant: Mutant, task: Task, turn: int) -> tuple[str, ...]:
     """One variant to a problem, each that applies in its turn, as in `kda check`, and those likeliest to tell."""
-    promised = applicable(subject.route(mutant.route, mutant.entry), task.problem)
-    in_turn = (promised[turn % len(promised)].name,) if promised else ()
-    return (*in_turn, *LIKELY_FORMS.get(mutant.kind, ()))
+    mine = in_turn(subject.route(mutant.route, mutant.entry), task.problem, turn)
+    return (*mine, *LIKELY_FORMS.get(mutant.kind, ()))
 
 
 def _failure(checked: Checked) -> Verdict | None:
