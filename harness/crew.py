@@ -118,16 +118,23 @@ class Crew:
             yield checked
 
     def _submit(self, job: Job) -> Future:
+        """The job under way; where a process has died meanwhile, it has failed already, as those beside it have."""
         if self._pool is None:
             threads = max(1, torch.get_num_threads() // self.count)
             self._pool = ProcessPoolExecutor(
                 self.count, multiprocessing.get_context("spawn"), _start, (self.settings, threads)
             )
-        return self._pool.submit(_work, job)
+        try:
+            return self._pool.submit(_work, job)
+        except BrokenProcessPool as error:
+            failed: Future = Future()
+            failed.set_exception(error)
+            return failed
 
     def _isolated(self, job: Job) -> Checked:
         """A job that was under way when a process died, in a child whose death is a result."""
-        runner = Runner(self.here.subject, self.settings.device, self.settings.folder, isolated=True)
+        pinned = {"isolated": True, "pin_autotune": self.settings.pin_autotune}
+        runner = Runner(self.here.subject, self.settings.device, self.settings.folder, **pinned)
         try:
             return _checked(runner, job, self.settings.seed)
         finally:

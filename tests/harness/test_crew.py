@@ -1,5 +1,6 @@
 """Several processes at the same tasks: the same answers in the same order, and a death that costs only time."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -89,3 +90,23 @@ def ended(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
     except FileNotFoundError:
         return True
+
+
+def test_killed_processes_cost_no_result(tmp_path):
+    """Both die while most jobs have not begun: the pool that they leave takes no job, and a new one does."""
+    given = jobs() * 8
+    subject = load_subject("kda")
+    here = Runner(subject, "cpu", tmp_path)
+    crew = Crew(Settings(subject.name, "cpu", tmp_path), 2, here)
+    results = crew.check(given, lambda: True)
+    try:
+        found = [next(results)]
+        for process in multiprocessing.active_children():
+            process.kill()
+            process.join()
+        found += results
+    finally:
+        crew.close()
+        here.close()
+    assert [c.problem for c in found] == [job.problem for job in given]
+    assert {v.klass for c in found for v in c.verdicts} == {"OK"}
