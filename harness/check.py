@@ -17,7 +17,7 @@ from harness.call import Route
 from harness.crew import Crew, Job, Settings, processes
 from harness.diagnose import diagnose
 from harness.families import FAMILIES, Family
-from harness.fitting import fit
+from harness.fitting import fitted
 from harness.isolate import StorageError
 from harness.minimise import minimise
 from harness.options import Shape
@@ -151,15 +151,6 @@ def _held_to(shape: Shape | None, task: Task) -> Task:
     gate = task.problem.entry == "gate"
     dims = {"group": 1, "V": 1} if gate else {"group": shape.group, "V": shape.V}
     return replace(task, problem=replace(task.problem, heads=shape.heads, K=shape.K, edits=(), **dims))
-
-
-def fitted(problem: Problem, route: str, entry: str) -> Problem | None:
-    """A problem for a route that can take it; one written for the recurrent entry goes to the chunk entry too."""
-    if problem.entry != entry:
-        if problem.entry != "recurrent" or entry != "chunk":
-            return None
-        problem = replace(problem, entry="chunk")
-    return fit(route, problem)
 
 
 def draw(family: Family, entry: str, count: int, seed: int, longest: int) -> list[Problem]:

@@ -21,9 +21,12 @@ class Family:
     weight: int = 1  # generated problems, as a multiple of the profile's
 
 
-_VALUES = {"q": "unit", "k": "unit", "v": "gauss", "g": "mild", "beta": "uniform"}
-_GIVEN = {"h0": "gauss", "do": "gauss", "dht": "gauss"}
-_BASE = Problem(lengths=(20,), K=8, V=8, initial_state=True, **_VALUES, **_GIVEN)
+# Patterns of an ordinary call: everything large, nothing at a bound.
+ORDINARY: dict[str, str] = {
+    **{"q": "unit", "k": "unit", "v": "gauss", "g": "mild", "beta": "uniform"},
+    **{"h0": "gauss", "do": "gauss", "dht": "gauss"},
+}
+_BASE = Problem(lengths=(20,), K=8, V=8, initial_state=True, **ORDINARY)
 _LOGITS = {"beta_sigmoid": True, "beta": "gauss"}
 _SOFTPLUS = {"gate": "softplus", "A_log": "gauss", "dt_bias": "gauss", "g": "gauss"}
 _BOUND = {"gate": "lower_bound", "lower_bound": -5.0}

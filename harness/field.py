@@ -9,12 +9,12 @@ from torch import Tensor
 from harness.part import CONFIRMING, Call, Part
 from harness.problem import Case
 from harness.rows import blocks_of, heads_of, slice_heads, slice_output, tail_of
-from harness.verdict import declared_format, is_gradient
+from harness.verdict import declared_by, declared_format, is_gradient
 from kda.precision import PrecisionSpec
 from oracle.envelope import LIMITS, Limits
 from oracle.operator import Options
 from oracle.packing import Layout
-from oracle.rounding import EXACT, FORMAT_OF_DTYPE
+from oracle.rounding import DTYPE_OF_FORMAT, EXACT
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,12 @@ def measure(
     got = {name: x for name, x in outputs.items() if name in exact and x.shape == exact[name].shape}
     queries = list(range(heads.query)) if queries is None else queries
     sliced = slice_heads(inputs, queries, entry)
-    backward = [name for name in got if is_gradient(name) and spec.gradients is not None]
     found = {}
-    for own, names in ((spec, [name for name in got if name not in backward]), (spec.gradients, backward)):
-        if names:
-            call = by_spec(own, any(map(is_gradient, names)))
-            mine = {name: slice_output(name, exact[name], queries, heads) for name in names}
-            part = Part(call, queries, sliced, mine, limits.confirm, seed + CONFIRMING)
-            found |= {
-                name: _field(name, part, got[name].detach().to(exact[name].device), exact[name]) for name in names
-            }
+    for own, names in declared_by(spec, got):
+        call = by_spec(own, any(map(is_gradient, names)))
+        mine = {name: slice_output(name, exact[name], queries, heads) for name in names}
+        part = Part(call, queries, sliced, mine, limits.confirm, seed + CONFIRMING)
+        found |= {name: _field(name, part, got[name].detach().to(exact[name].device), exact[name]) for name in names}
     return found
 
 
@@ -86,8 +82,7 @@ def form(case: Case, quantity: str, entry: str, spec: PrecisionSpec) -> tuple[li
     if exact is None:
         return None
     declared = declared_format(quantity, inputs, spec)
-    dtypes = {fmt: dtype for dtype, fmt in FORMAT_OF_DTYPE.items()}
-    return list(exact.shape), dtypes.get(declared)
+    return list(exact.shape), DTYPE_OF_FORMAT.get(declared)
 
 
 def _field(name: str, part: Part, got: Tensor, exact: Tensor) -> Field:

@@ -42,6 +42,15 @@ def fit(route_id: str, problem: Problem) -> Problem | None:
     return nearest
 
 
+def fitted(problem: Problem, route_id: str, entry: str) -> Problem | None:
+    """A problem for a route that can take it; one written for the recurrent entry goes to the chunk entry too."""
+    if problem.entry != entry:
+        if problem.entry != "recurrent" or entry != "chunk":
+            return None
+        problem = replace(problem, entry="chunk")
+    return fit(route_id, problem)
+
+
 def lacks_fused(problem: Problem) -> str | None:
     """Why the fused routes cannot take a problem as it is, or None; its gates apart."""
     nearest = for_fused(problem)

@@ -1,7 +1,7 @@
 """Authority on verdicts: a kernel's outputs against the oracle, a class and a ratio for every quantity."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,19 +53,25 @@ def judge(
     found = {name: _form_problem(name, exact.get(name), outputs.get(name), inputs, spec) for name in wanted}
     names = [name for name in wanted if found[name] is None]
     got = {name: outputs[name].detach().to(device) for name in names}
-    backward = [name for name in names if is_gradient(name) and spec.gradients is not None]
-    for own, mine in ((spec, [name for name in names if name not in backward]), (spec.gradients, backward)):
-        if mine:
-            call = by_spec(own, any(map(is_gradient, mine)))
-            truths, returned = ({name: results[name] for name in mine} for results in (exact, got))
-            found |= _Case(call, inputs, truths, returned, seed).judged()
-            close = nearly_exact(call, inputs, truths, returned) if near_exact else {}
-            found |= {name: worst((found[name], far)) for name, far in close.items()}
+    for own, mine in declared_by(spec, names):
+        call = by_spec(own, any(map(is_gradient, mine)))
+        truths, returned = ({name: results[name] for name in mine} for results in (exact, got))
+        found |= _Case(call, inputs, truths, returned, seed).judged()
+        close = nearly_exact(call, inputs, truths, returned) if near_exact else {}
+        found |= {name: worst((found[name], far)) for name, far in close.items()}
     return list(found.values())
 
 
 def is_gradient(name: str) -> bool:
     return name.startswith("d")
+
+
+def declared_by(spec: PrecisionSpec, names: Iterable[str]) -> Iterator[tuple[PrecisionSpec, list[str]]]:
+    """Each declaration with those of the quantities that go by it: gradients by `spec.gradients` if there is one."""
+    names = list(names)
+    backward = [name for name in names if is_gradient(name) and spec.gradients is not None]
+    forward = [name for name in names if name not in backward]
+    yield from ((own, mine) for own, mine in ((spec, forward), (spec.gradients, backward)) if mine)
 
 
 def declared_format(name: str, inputs: Mapping[str, Tensor | None], spec: PrecisionSpec) -> str | None:

@@ -17,6 +17,7 @@ LARGEST = {
 }
 EXPONENT_BITS = 0x7FF0000000000000  # of a float64
 FORMAT_OF_DTYPE = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+DTYPE_OF_FORMAT = {fmt: dtype for dtype, fmt in FORMAT_OF_DTYPE.items()}
 
 
 def round_to(x: torch.Tensor, fmt: str) -> torch.Tensor:

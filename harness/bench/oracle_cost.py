@@ -10,31 +10,18 @@ from torch import Tensor
 
 from harness.bench.contenders import REFERENCE_ROUTE
 from harness.bench.timing import Summary, take_turns
+from harness.families import ORDINARY
 from harness.fitting import fit
 from harness.problem import Case, Problem, materialise
 from harness.subject import own_subject
 from harness.verdict import declared_format, judge
 from kda.precision import PrecisionSpec
 from oracle.operator import evaluate
-from oracle.rounding import FORMAT_OF_DTYPE
+from oracle.rounding import DTYPE_OF_FORMAT
 
 WIDTHS = (32, 128)
 TARGET = {"chunk": 8.0, "recurrent": 10.0}  # times one forward and backward pass, by the algorithm of the route
-RANDOM = Problem(
-    entry="chunk",
-    lengths=(64,),
-    dtype="bf16",
-    initial_state=True,
-    q="unit",
-    k="unit",
-    v="gauss",
-    g="mild",
-    beta="uniform",
-    h0="gauss",
-    do="gauss",
-    dht="gauss",
-)
-_DTYPE_OF_FORMAT = {fmt: dtype for dtype, fmt in FORMAT_OF_DTYPE.items()}
+RANDOM = Problem(entry="chunk", lengths=(64,), dtype="bf16", initial_state=True, **ORDINARY)
 
 
 @dataclass(frozen=True)
@@ -57,7 +44,7 @@ def right_outputs(case: Case, spec: PrecisionSpec) -> dict[str, Tensor]:
     """The exact results in the formats that a route declares: what is judged costs the same whoever computed it."""
     exact = evaluate(case.inputs, case.options)
     formats = {name: declared_format(name, case.inputs, spec) or "fp32" for name in exact}
-    return {name: x.to(_DTYPE_OF_FORMAT[formats[name]]) for name, x in exact.items()}
+    return {name: x.to(DTYPE_OF_FORMAT[formats[name]]) for name, x in exact.items()}
 
 
 def costs(seconds: float, tokens: int = 64, widths: tuple[int, ...] = WIDTHS) -> Iterator[Cost]:

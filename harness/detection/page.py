@@ -7,29 +7,13 @@ from pathlib import Path
 
 from harness.detection.measure import Fault, element, gain, size_of, smallest, zeroed_unnoticed
 from harness.detection.policies import POLICIES, Sample
+from harness.families import ORDINARY
 from harness.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, RECORD = ROOT / "docs" / "detection.md", Path(__file__).with_name("smallest.json")
 FAULTS: dict[str, Fault] = {"element": element, "gain": gain}
-RANDOM = Problem(
-    entry="chunk",
-    lengths=(64,),
-    K=32,
-    V=32,
-    dtype="bf16",
-    initial_state=True,
-    **{
-        "q": "unit",
-        "k": "unit",
-        "v": "gauss",
-        "g": "mild",
-        "beta": "uniform",
-        "h0": "gauss",
-        "do": "gauss",
-        "dht": "gauss",
-    },
-)
+RANDOM = Problem(entry="chunk", lengths=(64,), K=32, V=32, dtype="bf16", initial_state=True, **ORDINARY)
 NEARLY_EXACT = replace(
     RANDOM,
     scale=0.125,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.check import fitted
 from harness.crew import Crew, Job, Settings, processes
 from harness.families import family
+from harness.fitting import fitted
 from harness.runner import Checked, Runner
 from harness.subject import load_subject
 

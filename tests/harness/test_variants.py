@@ -9,7 +9,7 @@ import torch
 from harness import variants
 from harness.agreement import violations
 from harness.call import Route
-from harness.families import family
+from harness.families import ORDINARY, family
 from harness.problem import Problem, materialise
 from harness.runner import Runner
 from harness.subject import Subject, own_subject
@@ -18,17 +18,9 @@ from harness.verdict import judge
 from kda.fused_recurrent import PRECISION
 from tests.harness.wrong_forms import WRONG, right
 
-PLAIN = {
-    "q": "unit",
-    "k": "unit",
-    "v": "gauss",
-    "g": "mild",
-    "beta": "uniform",
-    "h0": "gauss",
-    "do": "gauss",
-    "dht": "gauss",
-}
-PACKED = Problem(entry="chunk", lengths=(3, 0, 4), packed=True, tail=2, heads=2, K=3, V=3, initial_state=True, **PLAIN)
+PACKED = Problem(
+    entry="chunk", lengths=(3, 0, 4), packed=True, tail=2, heads=2, K=3, V=3, initial_state=True, **ORDINARY
+)
 DENSE = replace(
     PACKED,
     lengths=(4, 4),

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 import kda
-from harness.check import fitted
 from harness.families import FAMILIES
+from harness.fitting import fitted
 from harness.problem import Problem, materialise
 from kda.chunk_bwd import PRECISION
 

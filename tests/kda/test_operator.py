@@ -2,7 +2,8 @@
 
 import pytest
 
-from harness.check import fitted
+from harness.families import ORDINARY
+from harness.fitting import fitted
 from harness.problem import Problem
 
 ROUTES = ("recurrent", "torch", "chunk-safe_gate", "chunk-unbounded")
@@ -12,17 +13,7 @@ PARTS = {
     "gradients": {"dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0"},
 }
 
-PLAIN = {
-    "q": "unit",
-    "k": "unit",
-    "v": "gauss",
-    "g": "mild",
-    "beta": "uniform",
-    "h0": "gauss",
-    "do": "gauss",
-    "dht": "gauss",
-}
-PLAIN |= {"lengths": (12,), "K": 8, "V": 8, "initial_state": True}
+PLAIN = {**ORDINARY, "lengths": (12,), "K": 8, "V": 8, "initial_state": True}
 LOGITS = {"beta_sigmoid": True, "beta": "gauss"}
 NORMALISED = {"l2norm": True, "q": "gauss", "k": "gauss"}
 SOFTPLUS = {"gate": "softplus", "A_log": "gauss", "dt_bias": "gauss", "g": "gauss"}
