@@ -12,7 +12,7 @@ from harness import agreement, variants
 from harness.bits import differing_bytes
 from harness.call import NotCovered, Route, RouteDidNotRun, stages_of
 from harness.isolate import Child, Outcome, context_is_lost
-from harness.problem import Problem, materialise
+from harness.problem import Case, Problem, materialise
 from harness.results import Finding, form_of
 from harness.subject import Subject
 from harness.variants import VARIANTS, Variant
@@ -53,6 +53,7 @@ class Runner:
         overlay: Path | None = None,
     ):
         self.subject, self.device = subject, device
+        self._made: tuple[tuple[Problem, str], Case] | None = None
         self.poisoned = False  # an illegal access in this process: no later result on the GPU means anything
         self.child = None
         if subject.foreign if isolated is None else isolated:
@@ -62,8 +63,17 @@ class Runner:
             )
 
     def close(self) -> None:
+        self._made = None
         if self.child:
             self.child.close()
+
+    def _case(self, problem: Problem, device: str) -> Case:
+        """The tensors of a problem; the last ones are kept, since a check makes several calls with them."""
+        key = (problem, device)
+        if self._made is None or self._made[0] != key:
+            self._made = None  # before the next ones take their memory
+            self._made = key, materialise(problem, device)
+        return self._made[1]
 
     def check(
         self,
@@ -113,7 +123,7 @@ class Runner:
         if varied.status != "ran":
             return [Verdict("call", "CRASH", math.inf, variant.name, f"{variant.promise}: {varied.message}")]
         checked.varied[variant.name] = varied.outputs
-        case = materialise(problem, "cpu" if self.child else self.device)
+        case = self._case(problem, "cpu" if self.child else self.device)
         return list(agreement.violations(variant, case, outcome.outputs, varied.outputs))
 
     def verdict_like(self, finding: Finding, problem: Problem, seed: int = 0) -> Verdict | None:
@@ -143,15 +153,18 @@ class Runner:
         if self.child:
             return self.child.run(route.id, problem, variant.name if variant else "", stages)
         try:
-            case = materialise(problem, self.device)
+            case = self._case(problem, self.device)
             run = stages_of(route, case) if stages else variants.run(route, case, variant)
         except NotCovered as reason:
             return Outcome("not_covered", message=str(reason))
         except RouteDidNotRun as reason:
             return Outcome("unproven", message=str(reason))
         except Exception as error:
+            self._made = None  # who knows what became of them
             self.poisoned = self.device != "cpu" and context_is_lost()
             return Outcome("crash", message=f"{type(error).__name__}: {error}")
+        if run.modified:
+            self._made = None
         return Outcome(
             "ran",
             run.outputs,
@@ -169,7 +182,7 @@ class Runner:
     def _judge(
         self, route: Route, problem: Problem, outcome: Outcome, seed: int, wanted: frozenset[str]
     ) -> list[Verdict]:
-        case = materialise(problem, self.oracle_device(problem))
+        case = self._case(problem, self.oracle_device(problem))
         return judge(
             case.inputs,
             case.options,

@@ -140,3 +140,14 @@ def test_a_route_that_refuses_is_not_covered_and_no_crash(monkeypatch, tmp_path)
     monkeypatch.setitem(registry._registry, "torch", route)
     checked = Runner(load_subject("kda"), "cpu", tmp_path).check("torch", Problem())
     assert [(v.klass, "not here" in v.message) for v in checked.verdicts] == [("NOT_COVERED", True)]
+
+
+def test_a_call_that_changes_its_inputs_changes_them_for_nobody_else(tmp_path):
+    """A check makes its tensors once; those that a call wrote to are made anew for the next call and for the oracle."""
+    runner = Runner(load_subject("tests.harness.subjects:vandal"), "cpu", tmp_path, isolated=False)
+    problem = replace(PLAIN, safe_gate=True)
+    for _ in range(2):
+        checked = runner.check("chunk-safe_gate", problem, repeat=True)
+        assert [str(v.quantity) for v in checked.verdicts if v.klass != "OK"] == ["inputs"]
+        first, again = checked.runs
+        assert all(torch.equal(first[name], again[name]) for name in first)
