@@ -40,9 +40,7 @@ class Limits:
     uninformative_rows: float = 0.1
     relaxed: float = 4.0  # a route known to lose digits on an input may exceed limits by this, and be UNSTABLE
     cancelled: float = 8.0  # operand roundoffs of the terms that may be left where they cancel; at most 6.1 were seen
-    certified: float = (
-        2.0**-22
-    )  # where declared rounding moves nothing by more of its scale, a problem is nearly exact,
+    certified: float = 2.0**-22  # a problem is nearly exact if declared rounding moves nothing by more of its scale,
     near_exact: float = 2.0**-20  # and a kernel may be off by this much, beyond its output's rounding
     clear: float = 5.0  # a failure this far over its limit is clear ...
     gross: float = 30.0  # ... and this far gross

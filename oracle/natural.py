@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from oracle.envelope import rms
 from oracle.recurrence import Rows
 
 CHUNK = 64  # tokens of a chunk of the usual kernels
@@ -54,7 +55,6 @@ class _Norms:
 
     @classmethod
     def of(cls, rows: Rows, scale: float) -> "_Norms":
-        rms = lambda x: x.square().mean(-1).sqrt()  # noqa: E731
         decay = torch.exp(rows.g).amax(-1)
         return cls(abs(scale) * rows.q.norm(dim=-1), rows.k.norm(dim=-1), rms(rows.v), decay, rows.beta.abs())
 
@@ -65,7 +65,7 @@ def natural_core(
     """A core of `operator.evaluate` that returns natural sizes instead of results, in the same layout."""
     n, (K, V) = _Norms.of(rows, scale), rows.state.shape[-2:]
     root_K, root_V = math.sqrt(K), math.sqrt(V)
-    flat = lambda state: state.square().mean((-1, -2)).sqrt()  # noqa: E731
+    flat = lambda state: rms(state, (-1, -2))  # noqa: E731
     wide = lambda x, width: x[..., None].expand(*x.shape, width)  # noqa: E731
     whole = lambda x: x[..., None, None].expand(*x.shape, K, V)  # noqa: E731
     N = _carried(flat(rows.state), n.decay, n.beta * n.k * n.v / root_K, backwards=False)
@@ -74,7 +74,7 @@ def natural_core(
     if chunk:
         out["h"] = whole(before[..., ::chunk])
     if do is not None:
-        arriving = do.square().mean(-1).sqrt()
+        arriving = rms(do)
         M = _carried(flat(dstate).expand_as(N[..., 0]), n.decay, n.q * arriving / root_K, backwards=True)
         decayed = n.decay * before
         residual, pull = n.v + n.k * decayed, n.k * M
