@@ -22,8 +22,6 @@ from kda.once import once_differentiable
 from kda.precision import OUTPUTS, PrecisionSpec
 from kda.wy_fast import kda_wy_bwd_kernel
 
-WIDEST_HALF = 128  # largest K of bf16 and fp16 on a GPU until what happens at 256 is understood
-
 
 def backward(
     call: Call,
@@ -171,8 +169,6 @@ def refusal(call: Call, route: str) -> str | None:
     bounded = call.safe_gate or (call.use_gate_in_kernel and (call.lower_bound or -math.inf) >= SAFE_BOUND)
     if anchored(route) and not bounded:
         return f"needs gates known to be in [{SAFE_BOUND:g}, 0]: safe_gate or such a lower_bound"
-    if call.q.is_cuda and call.shape[4] > WIDEST_HALF and call.q.dtype != torch.float32:
-        return f"with K = {call.shape[4]} > {WIDEST_HALF} in half precision an illegal access was seen on a GPU"
     return registry.needs_kernels(*(getattr(call, name) for name in DIFFERENTIABLE))
 
 

@@ -77,7 +77,7 @@ class FusedPlan:
             slots=slots,
             gate=activation if call.use_gate_in_kernel else "none",
             solved="fp16" if small else "tf32",
-            tma=_arch(call.q.device) >= TMA_ARCH and B * T > 0 and 2 * BLOCK * slots * HV < 2**31,
+            tma=_arch(call.q.device) >= TMA_ARCH and T * call.sequences > 0 and 2 * BLOCK * slots * HV < 2**31,
         )
 
 

@@ -211,9 +211,10 @@ def test_unbounded_reset_is_exact(gate_dtype, device):
 
 
 @BOTH
-def test_descriptors_read_what_pointers_read(route, device, monkeypatch):
-    """The scan by tensor descriptors, which TMA serves, against the same by pointers; full chunks, tails, no chunk."""
-    case = case_of(route, device, lengths=(33, 0, 5, 16), packed=True, tail=2, group=2)
+@pytest.mark.parametrize("lengths", [(33, 0, 5, 16), (0,), ()], ids=["chunks_and_tails", "only_a_tail", "no_sequences"])
+def test_descriptors_read_what_pointers_read(route, lengths, device, monkeypatch):
+    """The scan by tensor descriptors, which TMA serves, against the same by pointers."""
+    case = case_of(route, device, lengths=lengths, packed=True, tail=2, group=2)
     monkeypatch.setattr(fused, "_arch", lambda device: 90)
     by_descriptors = outputs(case)
     monkeypatch.setattr(fused, "_arch", lambda device: 80)
