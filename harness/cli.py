@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from harness import check, counterexample, doctor, options, profiles, results, terminal
+from harness import check, counterexample, doctor, options, profiles, results, shares, terminal
 from harness.bench import command as bench_command
 from harness.mutants import command as mutants_command
 from harness.report import step_summary
@@ -79,6 +79,10 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
             f"kda: no route matches {arguments.routes!r} with a family that matches {arguments.families!r}",
             file=sys.stderr,
         )
+        return INCOMPLETE
+    tasks = shares.share(tasks, arguments.shard)
+    if not tasks:
+        print("kda: nothing is left for this shard; there are fewer compile keys than shards", file=sys.stderr)
         return INCOMPLETE
     report = Report(arguments.report)
     report.prepare()

@@ -83,13 +83,29 @@ def shape(text: str) -> Shape:
     return Shape(*map(int, match.groups()))
 
 
+@dataclass(frozen=True)
+class Shard:
+    """One of `count` machines that divide the problems among them; `index` starts at 1."""
+
+    index: int
+    count: int
+
+
+def shard(text: str) -> Shard:
+    """3/8."""
+    match = re.fullmatch(r"([1-9]\d{0,3})/([1-9]\d{0,3})", text)
+    if not match or int(match[1]) > int(match[2]):
+        raise argparse.ArgumentTypeError(f"shard is {text!r}; it must look like 3/8, from 1/8 to 8/8")
+    return Shard(int(match[1]), int(match[2]))
+
+
 def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option: `--NAME` of the command, `--kda-NAME` of pytest."""
+    """One option: `--NAME` of the command, `--kda-NAME` of pytest, or of one of the two."""
 
     name: str
     help: str
@@ -98,6 +114,7 @@ class Option:
     choices: tuple[str, ...] | None = None
     metavar: str | None = None
     pytest: bool = True
+    command: bool = True
 
 
 OPTIONS = (
@@ -129,6 +146,14 @@ OPTIONS = (
         metavar="N",
         pytest=False,
     ),
+    Option("shard", "only this share of the problems, as in 3/8: one of 8 machines", type=shard, metavar="I/N"),
+    Option(
+        "xfail",
+        "file of known failures, one to a line: a pattern of test ids, the last day it holds, a reason",
+        type=Path,
+        metavar="FILE",
+        command=False,
+    ),
     Option("json", "also write the results as JSON to this file", type=Path, metavar="FILE", pytest=False),
     Option("report", "folder for findings and results", Path("report"), type=Path, metavar="DIR"),
 )
@@ -138,7 +163,7 @@ PIN_HELP = "foreign subjects run the first configuration of each autotuner inste
 def add_to_parser(parser: argparse.ArgumentParser, *names: str) -> None:
     """Give a subcommand these options, or all of them."""
     for option in OPTIONS:
-        if not names or option.name in names:
+        if option.command and (not names or option.name in names):
             extra = {"choices": option.choices} if option.choices else {"metavar": option.metavar}
             parser.add_argument(f"--{option.name}", help=option.help, default=option.default, type=option.type, **extra)
     if not names or "subject" in names:

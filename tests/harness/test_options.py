@@ -22,6 +22,9 @@ def test_budgets(text, expected):
         (options.device, "gpu"),
         (options.seed, "-1"),
         (options.shape, "0x1x4x4"),
+        (options.shard, "0/8"),
+        (options.shard, "9/8"),
+        (options.shard, "3"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
