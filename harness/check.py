@@ -2,8 +2,9 @@
 
 import fnmatch
 import functools
+import itertools
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,13 +13,14 @@ import hypothesis
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from harness import results
+from harness import coverage, results
 from harness.call import Route
 from harness.crew import Crew, Job, Settings, processes
 from harness.diagnose import diagnose
 from harness.families import FAMILIES, Family
 from harness.fitting import fitted
 from harness.isolate import StorageError
+from harness.journal import Journal
 from harness.minimise import minimise
 from harness.options import Shape
 from harness.problem import Problem
@@ -61,6 +63,7 @@ class Checks:
     peak_bytes: dict[str, int] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     problems: dict[str, int] = field(default_factory=dict)
+    met: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     index: Path | None = None
 
     def record(self, task: Task, checked: Checked) -> None:
@@ -81,6 +84,7 @@ class Checks:
             row.seconds = {name: row.seconds[name] + times[name] / len(checked.verdicts) for name in times}
         if not all(v.klass == "NOT_COVERED" and v.quantity == "call" for v in checked.verdicts):
             self.problems[task.route] = self.problems.get(task.route, 0) + 1
+            self.met[task.route].update(coverage.met(checked.problem))
             longest = max(checked.problem.lengths, default=0)
             self.tokens[task.route] = max(self.tokens.get(task.route, 0), longest)
             self.peak_bytes[task.route] = max(self.peak_bytes.get(task.route, 0), checked.peak_bytes)
@@ -182,26 +186,34 @@ def run(
     pin_autotune: bool = False,
     shape: Shape | None = None,
     jobs: int | None = 1,
+    journal: Journal | None = None,
 ) -> Checks:
-    """Work through the tasks until the budget is spent, `jobs` at a time; an interrupt keeps what was found."""
+    """Work through the tasks until the budget is spent, `jobs` at a time; an interrupt keeps what was found.
+
+    What the journal has done already counts, and is not done again.
+    """
     checks = Checks(planned=len(tasks))
     deadline = time.monotonic() + budget
     runner = Runner(subject, device, report.folder, timeouts=timeouts, pin_autotune=pin_autotune)
     settings = Settings(subject.name, device, report.folder, seed, pin_autotune)
     crew = Crew(settings, processes(jobs, len(tasks), device, subject.foreign), runner)
-    each = _jobs(subject, tasks)
     left = lambda: time.monotonic() <= deadline and not runner.poisoned  # noqa: E731
+    past = journal.past if journal else []
+    fresh = crew.check(_jobs(subject, tasks)[len(past) :], left)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task("checking", total=len(tasks))
-            for task, checked in zip(tasks, crew.check(each, left)):
+            for task, checked in zip(tasks, itertools.chain(past, fresh)):
                 progress.update(bar, description=f"{task.route} {task.family}")
+                new = checks.done >= len(past)
                 checks.record(task, checked)
                 for finding in _findings(task, checked):
                     key = (finding.route, finding.quantity, finding.klass, task.family)
                     if key not in checks.findings:
                         checks.findings[key] = report.save(finding)
+                if journal and new:
+                    journal.add(checked)
                 progress.advance(bar)
         checks.required_left = sum(task.required for task in tasks[checks.done :])
         crew.close()
@@ -303,6 +315,7 @@ def summary(checks: Checks, subject: Subject, device: str, seed: int) -> dict:
         "longest": checks.tokens,
         "peak_bytes": checks.peak_bytes,
         "problems": checks.problems,
+        "met": {route: dict(sorted(counts.items())) for route, counts in sorted(checks.met.items())},
     }
     env = results.environment(device)
     return results.document(env, subject.title, seed, checks.rows.values(), checks.findings.values(), coverage)

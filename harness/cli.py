@@ -4,6 +4,7 @@
 """
 
 import argparse
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from harness import check, counterexample, doctor, options, profiles, results, shares, terminal
+from harness import check, counterexample, coverage, doctor, journal, options, profiles, results, shares, terminal
 from harness.bench import command as bench_command
 from harness.mutants import command as mutants_command
 from harness.report import step_summary
@@ -70,7 +71,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _resumed(arguments: argparse.Namespace) -> None:
+    """Put what the run in --resume was asked for in the place of what this one is."""
+    asked = journal.selection_of(arguments.resume)
+    forms = {"shape": options.Shape, "shard": options.Shard}
+    for name, value in asked.items():
+        setattr(arguments, name, forms[name](*value) if name in forms and value else value)
+
+
 def _check(arguments: argparse.Namespace, console: Console) -> int:
+    if arguments.resume:
+        _resumed(arguments)
     subject, device = counterexample.prepared(arguments, arguments.subject)
     profile = profiles.PROFILES[arguments.profile]
     tasks = check.plan(subject, profile, arguments.routes, arguments.families, device, arguments.seed, arguments.shape)
@@ -84,8 +95,10 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
     if not tasks:
         print("kda: nothing is left for this shard; there are fewer compile keys than shards", file=sys.stderr)
         return INCOMPLETE
-    report = Report(arguments.report)
+    report = Report(arguments.report, arguments.resume)
     report.prepare()
+    selection = {name: _plain(getattr(arguments, name)) for name in journal.SELECTION}
+    record = journal.Journal(report.folder, tasks, selection, device)
     if arguments.json:
         results.probe(arguments.json, "json")
     console.print(_setting(results.environment(device)), markup=False, highlight=False)
@@ -102,8 +115,11 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
         pin_autotune=arguments.pin_autotune,
         shape=arguments.shape,
         jobs=arguments.jobs,
+        journal=record,
     )
     _print_checks(checks, subject, console)
+    if profile.name in ("sweep", "nightly"):
+        _print_coverage(checks, tasks, console)
     status = checks.exit_status()
     try:
         report.finish(check.summary(checks, subject, device, arguments.seed), arguments.json)
@@ -114,8 +130,13 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
         step_summary.section(f.id, "\n".join(terminal.finding_lines(f)), f"@example({f.problem!r})", f.path)
         for f in checks.findings.values()
     )
-    console.print(_verdict_line(checks, status))
+    console.print(_verdict_line(checks, status, report.folder), markup=False, highlight=False, soft_wrap=True)
     return status
+
+
+def _plain(value: object) -> object:
+    """An option as JSON has it."""
+    return dataclasses.astuple(value) if dataclasses.is_dataclass(value) else value
 
 
 def _setting(env: dict) -> str:
@@ -162,15 +183,23 @@ def _print_checks(checks: check.Checks, subject: Subject, console: Console) -> N
         console.print(f"report: {checks.index}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _verdict_line(checks: check.Checks, status: int) -> str:
+def _print_coverage(checks: check.Checks, tasks: list[check.Task], console: Console) -> None:
+    for route, counts in sorted(checks.met.items()):
+        asked = coverage.everything(task.problem for task in tasks if task.route == route)
+        for line in coverage.shown(counts, asked):
+            terminal.say(console, f"met    {route}: {line}")
+
+
+def _verdict_line(checks: check.Checks, status: int, folder: Path) -> str:
     done = f"{checks.done - checks.skipped} of {checks.planned} problems"
+    again = f"; go on: kda check --resume {folder}" if checks.done < checks.planned else ""
     if status == OK:
-        return f"OK: {done} checked, everything right"
+        return f"OK: {done} checked, everything right{again}"
     if status == FINDING:
-        return f"{len(checks.findings)} findings in {done}"
+        return f"{len(checks.findings)} findings in {done}{again}"
     left = f", {checks.required_left} required ones left" if checks.required_left else ""
     lost = f"; {checks.unproven[0]}" if checks.unproven else ""
-    return f"INCOMPLETE: {done} checked{left}{lost}"
+    return f"INCOMPLETE: {done} checked{left}{lost}{again}"
 
 
 def _routes(arguments: argparse.Namespace, console: Console) -> int:

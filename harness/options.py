@@ -146,6 +146,13 @@ OPTIONS = (
         metavar="N",
         pytest=False,
     ),
+    Option(
+        "resume",
+        "go on with a run that was killed or ran out of time, by its folder; it says what was asked for",
+        type=Path,
+        metavar="DIR",
+        pytest=False,
+    ),
     Option("shard", "only this share of the problems, as in 3/8: one of 8 machines", type=shard, metavar="I/N"),
     Option(
         "xfail",

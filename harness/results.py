@@ -122,9 +122,10 @@ def _own_version() -> str:
 class Report:
     """The folder of one run. A finding is on disk before anything else happens to it."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, folder: Path | None = None):
+        """`folder`: that of a run to go on with, instead of a new one in `root`."""
         self.root = root
-        self.folder = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self.folder = folder or root / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
     def prepare(self) -> None:
         """Fail now, not after an hour, if nothing can be written here."""
