@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from kda import fused
+from kda import fused, fused_fwd
 from kda.chunk_bwd import chunk_kda_staged
 from kda.contract import Call
 from kda.fused_recurrent import run as recurrent_run
@@ -54,11 +54,6 @@ def _call(dtype: torch.dtype, entry: str = "chunk", **options: object) -> Call:
     return Call(entry, **x, **raw, **flags, scale=K**-0.5, **options)
 
 
-def _forward_only(run: Callable[[Call], tuple], call: Call) -> None:
-    with torch.no_grad():
-        run(call)
-
-
 def _both_ways(run: Callable[[Call], tuple], call: Call) -> None:
     o, ht, *_ = run(call)
     torch.autograd.grad([o, ht], [call.q, call.initial_state], [torch.zeros_like(o), torch.zeros_like(ht)])
@@ -74,11 +69,11 @@ CASES: dict[str, Callable[[], None]] = {
     "chunk-unbounded-fp32": lambda: _both_ways(
         lambda call: chunk_kda_staged(call, "chunk-unbounded"), _call(torch.float32)
     ),
-    "fused-safe_gate-bf16": lambda: _forward_only(
+    "fused-safe_gate-bf16": lambda: _both_ways(
         lambda call: fused.chunk_kda_fused(call, "fused-safe_gate"),
         _call(torch.bfloat16, lower_bound=-5.0, safe_gate=True),
     ),
-    "fused-unbounded-bf16": lambda: _forward_only(
+    "fused-unbounded-bf16": lambda: _both_ways(
         lambda call: fused.chunk_kda_fused(call, "fused-unbounded"), _call(torch.bfloat16)
     ),
     "recurrent-bf16": lambda: _both_ways(recurrent_run, _call(torch.bfloat16, "recurrent", lower_bound=-5.0)),
@@ -174,7 +169,7 @@ def measured_on(case: str) -> tuple[str, ...]:
 
 def compiled(case: str, target: str) -> dict[str, dict[str, int]]:
     """What every kernel of a case costs on a target; a kernel with several sets of constants is numbered."""
-    fused._arch = lambda device: int(target.removeprefix("sm_")) if target.startswith("sm_") else 0
+    fused_fwd.arch = lambda device: int(target.removeprefix("sm_")) if target.startswith("sm_") else 0
     with recorded_launches() as launches:
         CASES[case]()
     costs: dict[str, dict[str, int]] = {}

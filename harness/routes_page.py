@@ -155,7 +155,7 @@ def _machine(option: Option) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(registry, "INTERPRETED", option.interpreted and option.device == "cpu"))
         if option.device == "cuda":
-            stack.enter_context(mock.patch("kda.fused._arch", return_value=90))
+            stack.enter_context(mock.patch("kda.fused_fwd.arch", return_value=90))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
 

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -99,21 +99,24 @@ def detached(call: Call) -> tuple[Call, list[Tensor | None], bool]:
     return call, tensors, differentiable and torch.is_grad_enabled()
 
 
-def keep(ctx, call: Call, plan: Plan, tensors: Sequence[Tensor | None], stages: Sequence[Tensor | None] = ()) -> None:
-    """Save what `kept_gradients` needs: the inputs, and the stages of the forward pass if it shall not run again."""
+def keep(ctx, call: Call, plan: object, tensors: Sequence[Tensor | None], stages: Sequence[Tensor | None] = ()) -> None:
+    """Save what `kept_gradients` needs: the inputs, and what else of the forward pass shall not be computed again."""
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, call.cu_seqlens, *stages)
     ctx.call, ctx.plan = replace(call, **dict.fromkeys((*DIFFERENTIABLE, "cu_seqlens"))), plan
 
 
 def kept_gradients(
-    ctx, saved: Sequence[Tensor | None], do: Tensor | None, dht: Tensor | None
+    ctx, saved: Sequence[Tensor | None], formula: Callable[..., dict[str, Tensor | None]], *grads: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the inputs that were kept, which are the last arguments of the autograd function."""
+    """The gradients of the inputs that were kept, which are the last arguments of the autograd function.
+
+    `formula(call, plan, *grads, kept)` has them by name.
+    """
     count = len(DIFFERENTIABLE)
     tensors, (cu_seqlens, *kept) = saved[:count], saved[count:]
     call = replace(ctx.call, **dict(zip(DIFFERENTIABLE, tensors)), cu_seqlens=cu_seqlens)
-    made = _gradients(call, ctx.plan, do, dht, kept)
+    made = formula(call, ctx.plan, *grads, kept)
     wanted = zip(DIFFERENTIABLE, ctx.needs_input_grad[-count:])
     return tuple(made[name] if needed else None for name, needed in wanted)
 
@@ -152,7 +155,7 @@ class _ChunkFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, do, dht, _):
-        return None, None, None, *kept_gradients(ctx, saved, do, dht)
+        return None, None, None, *kept_gradients(ctx, saved, _gradients, do, dht)
 
 
 def chunk_kda_staged(call: Call, route: str) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -43,6 +43,12 @@ def anchored(route: str) -> bool:
     return route.endswith("safe_gate")
 
 
+def half_span(call: Call, route: str) -> float:
+    """2^c of NOTE [Anchored block]; 1 where blocks are not anchored."""
+    bound = SAFE_BOUND if call.lower_bound is None else call.lower_bound
+    return 2.0 ** round((BLOCK - 1) / 2 * abs(bound) * math.log2(math.e)) if anchored(route) else 1.0
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a call is computed: operands of products with values and states are `DOT`, those of q k and k k `INTRA`."""
@@ -50,7 +56,7 @@ class Plan:
     route: str
     DOT: str  # bf16, tf32 or fp32
     INTRA: str  # tf32 or fp32
-    half_span: float  # 2^c of NOTE [Anchored block], where blocks are anchored
+    half_span: float
     BP: int  # columns of K at a time, in kernels that go through pairs of tokens ...
     BK: int  # ... and in the others
     BV: int
@@ -59,12 +65,11 @@ class Plan:
     def of(cls, call: Call, route: str) -> "Plan":
         """fp32 tensors go by the call's `precision`; fp16 ones by tf32, whose digits and larger range they fit."""
         full = "fp32" if call.precision == "ieee" else "tf32"
-        bound = SAFE_BOUND if call.lower_bound is None else call.lower_bound
         return cls(
             route=route,
             DOT={torch.bfloat16: "bf16", torch.float16: "tf32"}.get(call.q.dtype, full),
             INTRA=full if call.q.dtype == torch.float32 else "tf32",
-            half_span=2.0 ** round((BLOCK - 1) / 2 * abs(bound) * math.log2(math.e)) if anchored(route) else 1.0,
+            half_span=half_span(call, route),
             BP=16,
             BK=_width(call.q.shape[-1]),
             BV=_width(call.v.shape[-1], 32 if call.q.dtype == torch.float32 else 64),

@@ -16,6 +16,10 @@ from kda.recurrent_kernels import L2NORM_EPS
 # y is x where tokens share nothing; and o sees neither the rounding of y nor those of A_qk, b and R apart, as it would
 # through w and u. (b y is v_new of the staged route.) Chunks have 16 rows, one warp each: no barriers between warps,
 # and no joins of inverses.
+#
+# The backward pass is the adjoint of the same form, with dv for what comes back to x:
+#     dv = R^T ((scale A_qk b)^T do + (b k 2^(G_C - G)) dS)     dS <- 2^G_C dS + (scale q 2^G)^T do - (k 2^G)^T dv
+# and wants scale A_qk b instead of A_qk b R, and scale among the decayed q.
 
 # NOTE [Shifted rows]
 # With gates in [bound, 0] all pairs i > j of 16 rows fit into one product: 2^(G_i + c) scales row i and 2^(-G_j - c)
@@ -90,6 +94,7 @@ def kda_fused_prep_kernel(
     lower_bound,
     beta_range,
     shift,
+    scale,
     T,
     H,
     HV,
@@ -101,12 +106,14 @@ def kda_fused_prep_kernel(
     L2NORM: tl.constexpr,
     BETA_SIGMOID: tl.constexpr,
     SOLVED: tl.constexpr,
+    ADJOINT: tl.constexpr,
 ):
     """The four tiles of NOTE [Chunk as an operator], by slot and value head; one program each.
 
     kq_decayed `[slots, HV, 2 C, K]`: k 2^(G + shift), then q 2^(G + shift); k_rest `[slots, HV, C, K]`:
     b k 2^(G_C - G); response `[slots, HV, 2 C, C]`: R, then A_qk b R; decay `[slots, HV, K]` fp32. GATE: none, softplus
-    or bounded. SOLVED: the format of A_qk b and of R in their product, fp16 where both are known to be small.
+    or bounded. SOLVED: the format of A_qk b and of R in their product, fp16 where both are known to be small. ADJOINT:
+    for the backward pass, scale q for q and A_qk b for A_qk b R.
     """
     i_p = tl.program_id(0).to(tl.int64)
     i_hv = (i_p % HV).to(tl.int32)
@@ -141,6 +148,8 @@ def kda_fused_prep_kernel(
         b_k_rstd = tl.rsqrt(diagonal_product(b_raw_k, b_raw_k) + L2NORM_EPS)
         b_q_rstd = tl.rsqrt(diagonal_product(b_raw_q, b_raw_q) + L2NORM_EPS)
         b_diagonal *= b_q_rstd * b_k_rstd
+    if ADJOINT:
+        b_diagonal *= scale
 
     b_beta = load_betas(beta + tl.minimum(o_t, count - 1) * HV, m_t, beta_range, BETA_SIGMOID)
     b_qk = tl.zeros([C, C], tl.float32)
@@ -159,6 +168,8 @@ def kda_fused_prep_kernel(
         if L2NORM:
             b_k *= b_k_rstd[:, None]
             b_q *= b_q_rstd[:, None]
+        if ADJOINT:
+            b_q *= scale
         b_G = range_sums_from(shift, o_j <= o_i, b_hi, b_lo)
         b_x = tl.exp2(b_G)
         b_later_k = (b_k * b_x).to(tl.bfloat16)
@@ -181,6 +192,6 @@ def kda_fused_prep_kernel(
 
     b_R = invert_unit_lower(response, tl.where(o_i > o_j, b_kk * b_beta[None, :], 0.0), C, SOLVED)
     b_qk = tl.where(o_i == o_j, b_diagonal[:, None], tl.where(o_i > o_j, b_qk, 0.0)) * b_beta[None, :]
-    b_AR = product(operand(b_qk, SOLVED), b_R, SOLVED)
+    b_AR = b_qk if ADJOINT else product(operand(b_qk, SOLVED), b_R, SOLVED)
     tl.store(response + (o_i * C + o_j), b_R.to(tl.bfloat16))
     tl.store(response + ((C + o_i) * C + o_j), b_AR.to(tl.bfloat16))

@@ -1,4 +1,4 @@
-"""Authority on the second kernel of the fused route: the states, chunk after chunk, and with them the outputs."""
+"""Authority on the scan of the fused route: the states, chunk after chunk, and with them the outputs."""
 
 import triton
 import triton.language as tl
@@ -60,13 +60,38 @@ def halves(b_x, M: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def scan_step(b_S, b_kq, b_response, b_rest, b_decay, b_v, unshift, BV: tl.constexpr, C: tl.constexpr):
-    """NOTE [Chunk as an operator]: (the state `[BV, K]` after the chunk, its outputs without scale, `[BV, C]`)."""
-    b_Sk, b_Sq = halves(tl.dot(b_S.to(tl.bfloat16), tl.trans(b_kq)), BV, C)
+def scan_step(
+    b_S, b_kq, b_response, b_rest, b_decay, b_v, unshift, BV: tl.constexpr, C: tl.constexpr, VALUES: tl.constexpr
+):
+    """NOTE [Chunk as an operator]: (the state `[BV, K]` after the chunk, its outputs without scale, `[BV, C]`).
+
+    VALUES: y instead of the outputs, from the first C rows of b_kq and b_response alone.
+    """
+    b_Skq = tl.dot(b_S.to(tl.bfloat16), tl.trans(b_kq))
+    b_Sk = b_Skq
+    if not VALUES:
+        b_Sk, b_Sq = halves(b_Skq, BV, C)
     b_x = (tl.trans(b_v).to(tl.float32) - unshift * b_Sk).to(tl.bfloat16)
-    b_y, b_o = halves(tl.dot(b_x, tl.trans(b_response)), BV, C)
+    b_y = tl.dot(b_x, tl.trans(b_response))
+    b_o = b_y
+    if not VALUES:
+        b_y, b_o = halves(b_y, BV, C)
+        b_o = unshift * b_Sq + b_o
     b_S = tl.dot(b_y.to(tl.bfloat16), b_rest, b_S * b_decay[None, :])
-    return b_S, unshift * b_Sq + b_o
+    return b_S, b_o
+
+
+@triton.jit
+def store_state(states, blocks, i_state, i_v, b_S, V: tl.constexpr):
+    """BV rows of a state `[V, K]` in bf16, through the descriptor if there is one, if states are wanted."""
+    BV: tl.constexpr = b_S.shape[0]
+    K: tl.constexpr = b_S.shape[1]
+    b_S = b_S.to(tl.bfloat16)
+    if blocks is not None:
+        blocks.store([(i_state * V + i_v).to(tl.int32), 0], b_S)
+    elif states is not None:
+        o_S = (i_v + tl.arange(0, BV))[:, None] * K + tl.arange(0, K)[None, :]
+        tl.store(states + i_state * (V * K) + o_S, b_S)
 
 
 @triton.jit(do_not_specialize=["N", "T", "HV"])
@@ -79,12 +104,14 @@ def kda_fused_scan_kernel(
     decay,
     initial_state,
     final_state,
+    states,
     cu_seqlens,
     v_blocks,
     o_blocks,
     kq_blocks,
     rest_blocks,
     response_blocks,
+    state_blocks,
     scale,
     unshift,
     N,
@@ -95,20 +122,25 @@ def kda_fused_scan_kernel(
     C: tl.constexpr,
     BV: tl.constexpr,
     V_FIRST: tl.constexpr,
+    VALUES: tl.constexpr,
+    EVERY: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """o `[B, T, HV, V]` and the final states from the tiles of `kda_fused_prep_kernel`.
 
     One program per (BV columns of V, value head, sequence). `*_blocks` are tensor descriptors of the same memory, rows
-    by columns, or all None. unshift: 2^-shift. Packed: rows after the last sequence get o = 0.
+    by columns, or all None. unshift: 2^-shift. Packed: rows after the last sequence get o = 0. VALUES, for the backward
+    pass: o receives y. states `[slots of EVERY C tokens, HV, V, K]` bf16, or None: S before every EVERY-th chunk.
     """
+    ROWS: tl.constexpr = C if VALUES else 2 * C
     i_p = tl.program_id(0).to(tl.int64)
     i_v = (i_p % (V // BV)).to(tl.int32) * BV
     i_hv = (i_p // (V // BV) % HV).to(tl.int32)
     i_n = i_p // ((V // BV) * HV)
     i_row, i_slot, length = sequence_place(i_n, cu_seqlens, T, C)
+    _, i_state, _ = sequence_place(i_n, cu_seqlens, T, C * EVERY)
     o_t = tl.arange(0, C)
-    o_2t = tl.arange(0, 2 * C)
+    o_2t = tl.arange(0, ROWS)
     o_k = tl.arange(0, K)
     o_v = i_v + tl.arange(0, BV)
     o_kq = o_2t[:, None] * K + o_k[None, :]
@@ -136,7 +168,9 @@ def kda_fused_scan_kernel(
             b_rest = tl.load(k_rest + i_w * (C * K) + o_rest)
             b_v = tl.load(v + i_t * C * HV.to(tl.int64) * V + o_tv)
         b_decay = tl.load(decay + i_w * K + o_k)
-        b_S, b_o = scan_step(b_S, b_kq, b_response, b_rest, b_decay, b_v, unshift, BV, C)
+        if i_t % EVERY == 0:
+            store_state(states, state_blocks, (i_state + i_t // EVERY) * HV + i_hv, i_v, b_S, V)
+        b_S, b_o = scan_step(b_S, b_kq, b_response, b_rest, b_decay, b_v, unshift, BV, C, VALUES)
         b_o = tl.trans((scale * b_o).to(tl.bfloat16))
         if v_blocks is not None:
             o_blocks.store([(i_row + i_t * C).to(tl.int32), i_hv * V + i_v], b_o)
@@ -153,7 +187,9 @@ def kda_fused_scan_kernel(
         b_rest = tl.load(k_rest + i_w * (C * K) + o_rest)
         b_decay = tl.load(decay + i_w * K + o_k)
         b_v = tl.load(v + i_o + o_tv, mask=m_t, other=0.0)
-        b_S, b_o = scan_step(b_S, b_kq, b_response, b_rest, b_decay, b_v, unshift, BV, C)
+        if full % EVERY == 0:
+            store_state(states, state_blocks, (i_state + full // EVERY) * HV + i_hv, i_v, b_S, V)
+        b_S, b_o = scan_step(b_S, b_kq, b_response, b_rest, b_decay, b_v, unshift, BV, C, VALUES)
         tl.store(o + i_o + o_tv, tl.trans((scale * b_o).to(tl.bfloat16)), mask=m_t)
     if final_state is not None:
         tl.store(final_state + o_S, b_S)

@@ -13,7 +13,7 @@ from harness import interpreter, verdict
 from harness.bits import differing_bytes
 from harness.call import keywords
 from harness.problem import Case, Problem, materialise
-from kda import chunk_bwd, fused
+from kda import chunk_bwd, fused, fused_fwd
 from kda.contract import Call
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -215,9 +215,9 @@ def test_unbounded_reset_is_exact(gate_dtype, device):
 def test_descriptors_read_what_pointers_read(route, lengths, device, monkeypatch):
     """The scan by tensor descriptors, which TMA serves, against the same by pointers."""
     case = case_of(route, device, lengths=lengths, packed=True, tail=2, group=2)
-    monkeypatch.setattr(fused, "_arch", lambda device: 90)
+    monkeypatch.setattr(fused_fwd, "arch", lambda device: 90)
     by_descriptors = outputs(case)
-    monkeypatch.setattr(fused, "_arch", lambda device: 80)
+    monkeypatch.setattr(fused_fwd, "arch", lambda device: 80)
     assert differing(by_descriptors, outputs(case)) == {}
 
 
@@ -226,7 +226,7 @@ def test_descriptors_read_what_pointers_read(route, lengths, device, monkeypatch
 @pytest.mark.parametrize("arch", [80, 90], ids=["pointers", "descriptors"])
 def test_kernels_are_clean_under_sanitizer_in_any_program_order(route, arch, device, monkeypatch):
     case = case_of(route, device, lengths=(17, 0, 5), packed=True, tail=3, group=2, v_first=True)
-    monkeypatch.setattr(fused, "_arch", lambda device: arch)
+    monkeypatch.setattr(fused_fwd, "arch", lambda device: arch)
     expected = outputs(case)
     with interpreter.sanitize():
         assert differing(expected, outputs(case)) == {}
@@ -243,13 +243,13 @@ def test_index_finds_every_chunk(seed, dtype, device):
     ends = np.concatenate([[0], lengths.cumsum()]).tolist()
     x = torch.zeros(1, ends[-1] + 7, 1, 64, device=device)
     call = Call("chunk", x, x, x, x, x[..., 0], cu_seqlens=torch.tensor(ends, device=device, dtype=dtype))
-    plan = fused.FusedPlan.of(call, fused.UNBOUNDED)
+    plan = fused_fwd.FusedPlan.of(call, fused.UNBOUNDED)
     expected = {
         first // 16 + n + i: (first + 16 * i, min(16, last - first - 16 * i))
         for n, (first, last) in enumerate(itertools.pairwise(ends))
         for i in range(-(-(last - first) // 16))
     }
-    rows, counts = (x.tolist() for x in fused.chunk_tables(call, plan))
+    rows, counts = (x.tolist() for x in fused_fwd.chunk_tables(call, plan))
     assert {slot: (rows[slot], count) for slot, count in enumerate(counts) if count} == expected
 
 

@@ -130,7 +130,7 @@ MACHINES = {
 @pytest.mark.parametrize("arch, hip, reason", MACHINES.values(), ids=MACHINES)
 @pytest.mark.parametrize("route", PRECISION)
 def test_fused_routes_know_their_machines(route, arch, hip, reason, monkeypatch, no_kernels):
-    monkeypatch.setattr("kda.fused._arch", lambda device: arch)
+    monkeypatch.setattr("kda.fused_fwd.arch", lambda device: arch)
     monkeypatch.setattr(torch.version, "hip", hip)
     with FakeTensorMode():
         rows = lambda *shape: torch.empty(1, 4, *shape, dtype=torch.bfloat16, device="cuda")  # noqa: E731

@@ -1,0 +1,195 @@
+"""Authority on the forward pass of the fused chunk routes: its plan, the order of its kernels, and their workspace."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kda.chunk_fwd import BLOCK, launch
+from kda.contract import SAFE_BOUND, Call
+from kda.fused_prep import kda_fused_prep_kernel
+from kda.fused_scan import kda_fused_index_kernel, kda_fused_scan_kernel
+from kda.gate import dense
+
+SAFE_GATE, UNBOUNDED = "fused-safe_gate", "fused-unbounded"
+WIDTHS = (64, 128, 256)
+INDEX_SLOTS = 128  # slots per program of the index kernel
+TMA_ARCH = 90
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a scan of states of K rows is cut and pipelined, with TMA and without."""
+
+    BV: int
+    num_warps: int
+    tma_stages: int
+    stages: int
+
+
+# Configurations go by K and the route alone, so that no result depends on a batch or a length, and nothing is tuned.
+SCAN = {64: Tile(64, 4, 6, 3), 128: Tile(64, 4, 6, 3), 256: Tile(64, 8, 3, 2)}
+# Columns of K at a time: as many as leave three chunks, of one warp each, to a scheduler's registers.
+PREP = {
+    SAFE_GATE: {"BK": 32, "num_warps": 1},
+    UNBOUNDED: {"BK": 32, "num_warps": 1, "maxnreg": 168},  # uncapped, a fifth slower on an H200
+}
+
+
+@functools.cache
+def arch(device: torch.device) -> int:
+    """Compute capability times ten; 0 where kernels are interpreted."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def slots_of(call: Call, C: int = BLOCK) -> int:
+    """Places for chunks of C tokens: their number in a dense batch, and no fewer in a packed one."""
+    B, T = call.q.shape[:2]
+    return B * -(-T // C) if call.cu_seqlens is None else T // C + call.sequences
+
+
+@dataclass(frozen=True)
+class FusedPlan:
+    """How a call is computed. `shift` is c of NOTE [Shifted rows]; `slots` are those of the workspace."""
+
+    route: str
+    shift: int
+    slots: int
+    gate: str
+    solved: str
+    tma: bool
+
+    @classmethod
+    def of(cls, call: Call, route: str) -> "FusedPlan":
+        _, T, _, HV, _, V = call.shape
+        bound = SAFE_BOUND if call.lower_bound is None else call.lower_bound
+        activation = "softplus" if call.lower_bound is None else "bounded"
+        slots = slots_of(call)
+        # Unit keys and beta in [0, 2] keep the entries of A_qk and R below 2; nothing else is known to fit into fp16.
+        small = call.use_qk_l2norm_in_kernel and call.use_beta_sigmoid_in_kernel
+        return cls(
+            route=route,
+            shift=round(BLOCK / 2 * abs(bound) * math.log2(math.e)) if route == SAFE_GATE else 0,
+            slots=slots,
+            gate=activation if call.use_gate_in_kernel else "none",
+            solved="fp16" if small else "tf32",
+            tma=arch(call.q.device) >= TMA_ARCH and T * call.sequences > 0 and max(2 * BLOCK, V) * slots * HV < 2**31,
+        )
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What the scan needs of each chunk, by slot and value head: see `kda_fused_prep_kernel`."""
+
+    kq_decayed: Tensor
+    k_rest: Tensor
+    response: Tensor
+    decay: Tensor
+
+    @classmethod
+    def of(cls, call: Call, plan: FusedPlan) -> "Workspace":
+        _, _, _, HV, K, _ = call.shape
+        empty = functools.partial(torch.empty, device=call.q.device)
+        operands = functools.partial(empty, dtype=torch.bfloat16)
+        lead = (plan.slots, HV)
+        return cls(
+            operands(*lead, 2 * BLOCK, K),
+            operands(*lead, BLOCK, K),
+            operands(*lead, 2 * BLOCK, BLOCK),
+            empty(*lead, K, dtype=torch.float32),
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.kq_decayed, self.k_rest, self.response, self.decay
+
+
+def chunk_tables(call: Call, plan: FusedPlan, C: int = BLOCK) -> tuple[Tensor | None, Tensor | None]:
+    """(first row, tokens) of every slot of C tokens, int64; a dense batch needs none."""
+    if call.cu_seqlens is None:
+        return None, None
+    slots = slots_of(call, C)
+    rows, counts = torch.empty(2, slots, dtype=torch.int64, device=call.q.device)
+    N, T = call.sequences, call.q.shape[1]
+    if N:
+        sizes = (N, T, slots, N.bit_length())
+        tile = {"C": C, "BLOCK": INDEX_SLOTS, "num_warps": 4}
+        programs = triton.cdiv(slots, INDEX_SLOTS)
+        launch(plan, kda_fused_index_kernel, programs, dense(call.cu_seqlens), rows, counts, *sizes, **tile)
+    return rows, counts
+
+
+def options(call: Call, plan: FusedPlan) -> dict[str, object]:
+    """Constants of the kernels that read the inputs."""
+    return {
+        "GATE": plan.gate,
+        "ANCHORED": plan.route == SAFE_GATE,
+        "L2NORM": call.use_qk_l2norm_in_kernel,
+        "BETA_SIGMOID": call.use_beta_sigmoid_in_kernel,
+    }
+
+
+def prepare(call: Call, plan: FusedPlan, adjoint: bool = False) -> Workspace:
+    """Every chunk as an operator, all of them at once; `adjoint`: as the backward pass wants them."""
+    _, T, H, HV, K, _ = call.shape
+    made = Workspace.of(call, plan)
+    inputs = (call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias)
+    sizes = (call.lower_bound or 0.0, call.beta_range, float(plan.shift), call.scale, T, H, HV)
+    flags = {**options(call, plan), "SOLVED": plan.solved, "ADJOINT": adjoint}
+    tile = {"K": K, "C": BLOCK, **PREP[plan.route]}
+    programs = plan.slots * HV if call.sequences else 0
+    tables = chunk_tables(call, plan)
+    launch(plan, kda_fused_prep_kernel, programs, *inputs, *made.tensors(), *tables, *sizes, **flags, **tile)
+    return made
+
+
+def cut(x: Tensor, width: int, *block: int) -> TensorDescriptor:
+    """Rows of `width` numbers, read and written block by block through TMA."""
+    return TensorDescriptor.from_tensor(x.view(-1, width), list(block))
+
+
+def takes_tma(plan: FusedPlan, *tensors: Tensor) -> bool:
+    """Whether a scan may address them by descriptors, for which they must start at multiples of 16 bytes."""
+    return plan.tma and not any(x.data_ptr() % 16 for x in tensors)
+
+
+def scan(call: Call, plan: FusedPlan, made: Workspace) -> tuple[Tensor, Tensor | None]:
+    """(o, final state if asked for)."""
+    o = (torch.empty if call.sequences else torch.zeros)(call.v.shape, dtype=call.v.dtype, device=call.v.device)
+    ht = torch.empty(call.state_shape, dtype=torch.float32, device=o.device) if call.output_final_state else None
+    run_scan(call, plan, made, o, call.scale, ht=ht)
+    return o, ht
+
+
+def run_scan(
+    call: Call,
+    plan: FusedPlan,
+    made: Workspace,
+    o: Tensor,
+    scale: float,
+    ht: Tensor | None = None,
+    states: Tensor | None = None,
+    every: int = 1,
+    values: bool = False,
+) -> None:
+    """Fill o (`values`: with y), and what there is of the final state and the states before every `every`-th chunk."""
+    _, T, _, HV, K, V = call.shape
+    N, C, tile = call.sequences, BLOCK, SCAN[K]
+    blocks = (None,) * 6
+    if takes_tma(plan, call.v):
+        rows = C if values else 2 * C
+        operands = (cut(made.kq_decayed, K, rows, K), cut(made.k_rest, K, C, K), cut(made.response, C, rows, C))
+        kept = None if states is None else cut(states, K, tile.BV, K)
+        blocks = (*(cut(x, HV * V, C, tile.BV) for x in (call.v, o)), *operands, kept)
+    arguments = (call.v, o, *made.tensors(), call.initial_state, ht, states, dense(call.cu_seqlens), *blocks)
+    sizes = (scale, 2.0**-plan.shift, N, T, HV)
+    stages = tile.stages if blocks[0] is None else tile.tma_stages
+    shape = {"K": K, "V": V, "C": C, "BV": tile.BV, "V_FIRST": call.state_v_first, "VALUES": values, "EVERY": every}
+    grid = N * HV * (V // tile.BV)
+    launch(plan, kda_fused_scan_kernel, grid, *arguments, *sizes, **shape, STAGES=stages, num_warps=tile.num_warps)
