@@ -63,7 +63,14 @@ def refusal(call: Call, route: str) -> str | None:
 
 
 def _precision(diagonal: str) -> PrecisionSpec:
-    stages = {"operand": "bf16", "intra": "bf16", "merge": "tf32_rn", "stored_inverse": "bf16", "state": "fp32"}
+    stages = {
+        "operand": "bf16",
+        "intra": "bf16",
+        "merge": "tf32_rn",
+        "stored_inverse": "bf16",
+        "state": "fp32",
+        "kept": "bf16",
+    }
     form = {"chunk": BLOCK, "diagonal": diagonal, "inverse": "substitution", "form": "residual"}
     return PrecisionSpec("chunk", {**OUTPUTS, **stages}, **form)
 

@@ -30,8 +30,8 @@ from kda.gate import dense, gate_backward
 REVERSE = {64: Tile(64, 4, 5, 3), 128: Tile(64, 4, 5, 3), 256: Tile(64, 8, 3, 2)}
 EVERY = 1  # chunks of a scan to one of the last kernel, and to one state
 CHUNK = {
-    64: {"BV": 32, "num_warps": 2, "STAGES": 2},
-    128: {"BV": 32, "num_warps": 4, "STAGES": 2},
+    64: {"BV": 32, "num_warps": 4, "STAGES": 2},
+    128: {"BV": 64, "num_warps": 8, "STAGES": 2},
     256: {"BV": 32, "num_warps": 8, "STAGES": 2},
 }
 

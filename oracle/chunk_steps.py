@@ -50,6 +50,24 @@ def accumulated(rounding: Rounding, site: str, a: Tensor, b: Tensor, fmt: str) -
     return rounding.accumulate(site, a @ b, a.norm(dim=-1, keepdim=True) * b.norm(dim=-2, keepdim=True), 22)
 
 
+class Decayed(torch.autograd.Function):
+    """decay `[.., K]` times the rows of a state `[.., K, V]`; both it and its gradient go into the decay's gradient as
+    they were kept, in `fmt`.
+    """
+
+    @staticmethod
+    def forward(ctx, decay, state, rounding, fmt):
+        ctx.save_for_backward(decay, state)
+        ctx.rounding, ctx.fmt = rounding, fmt
+        return decay[..., None] * state
+
+    @staticmethod
+    def backward(ctx, grad):
+        decay, state = ctx.saved_tensors
+        kept, kept_grad = (ctx.rounding.round(f"chunk.kept.{n}", x, ctx.fmt) for n, x in (("S", state), ("dS", grad)))
+        return (kept * kept_grad).sum(-1), decay[..., None] * grad, None, None
+
+
 class CumulativeGate(torch.autograd.Function):
     """Inclusive cumulative sum in log2 units, in fp32 unless `magnitude` is None; its adjoint is the reversed sum."""
 

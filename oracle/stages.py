@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oracle.chunk_steps import BLOCK, CumulativeGate, Inverse, Product, Rounded
+from oracle.chunk_steps import BLOCK, CumulativeGate, Decayed, Inverse, Product, Rounded
 from oracle.operator import Core, Formats, Inputs, Options, evaluate
 from oracle.recurrence import LOG2E, REPLICA_GATE_FLOOR, Rows
 from oracle.rounding import EXACT, Rounding
@@ -30,7 +30,8 @@ class ChunkModel:
     """Where a chunkwise kernel rounds.
 
     `operand`: the large products; `intra`: k.k and q.k; `merge`: block merges of the inverse; `stored_inverse`: R in
-    memory; `state`: the carried state; `diagonal`: 'pair' (each exponent a difference of cumulative gates), 'halving'
+    memory; `state`: the carried state; `kept`: states and their gradients in memory, from where the gradients of the
+    gates between chunks come; `diagonal`: 'pair' (each exponent a difference of cumulative gates), 'halving'
     (each the sum over its own range, which a reset elsewhere cannot spoil) or 'anchor' (two factors around the block's
     first row); `apart`: i = j outside the anchored tile; `inverse`: 'substitution' or 'neumann' (a half-precision
     series). `form`: 'wy', with v_new = u - w S as above, or 'residual', which inverts I + A_kk b and applies it to
@@ -43,6 +44,7 @@ class ChunkModel:
     merge: str = "tf32"
     stored_inverse: str = "bf16"
     state: str = "fp32"
+    kept: str = "fp32"
     diagonal: str = "pair"
     apart: bool = False
     inverse: str = "substitution"
@@ -70,7 +72,7 @@ class ChunkModel:
             raise ValueError(f"inverse is {inverse!r}, must be 'substitution' or 'neumann'")
         if form not in (None, "wy", "residual"):
             raise ValueError(f"form is {form!r}, must be 'wy' or 'residual'")
-        stages = ("operand", "intra", "merge", "stored_inverse", "state")
+        stages = ("operand", "intra", "merge", "stored_inverse", "state", "kept")
         named = {name: formats[name] for name in stages if name in formats}
         return cls(
             chunk=chunk,
@@ -176,7 +178,7 @@ class ChunkedRows:
             inter = self.product("q_state", decayed[0][:, :, c], state, self.model.operand)
             intra, value, gained = step(c, state)
             outputs.append(scale * inter + intra)
-            grown_state = decay[:, :, c, :, None] * state + gained
+            grown_state = Decayed.apply(decay[:, :, c], state, self.rounding, self.model.kept) + gained
             state = Rounded.apply(grown_state, self.rounding, "chunk.state", self.model.state)
             self.carried.append(state)
             self.values.append(value)

@@ -196,3 +196,15 @@ def test_a_halved_range_survives_what_a_cumulative_sum_does_not():
 
 def _replicas(x: dict[str, torch.Tensor], diagonal: str) -> dict[str, torch.Tensor]:
     return evaluate_chunk(x, Options(), rounding=RandomGrids(4), formats=FP32, diagonal=diagonal)
+
+
+def test_what_is_kept_of_the_states_counts_for_gates_alone():
+    x = problem(40, K=16, V=16)
+    coarse, fine = (
+        evaluate_chunk(x, Options(), rounding=RandomGrids(8, 1), formats=FP32 | {"kept": fmt}, chunk=16)
+        for fmt in ("bf16", "fp32")
+    )
+    exact = evaluate(x, Options())
+    assert {name for name in exact if not torch.equal(coarse[name], fine[name])} == {"dg"}
+    error = lambda got: float((got["dg"] - exact["dg"]).square().mean().sqrt())  # noqa: E731
+    assert error(coarse) > 100 * error(fine)
