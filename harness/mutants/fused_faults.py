@@ -4,11 +4,12 @@ from functools import partial
 
 from harness.mutants.mutant import Mutant, Patch
 
-PREP, SCAN, GATE, HOST = "kda/fused_prep.py", "kda/fused_scan.py", "kda/fused_gate.py", "kda/fused.py"
+PREP, SCAN, GATE, HOST = "kda/fused_prep.py", "kda/fused_scan.py", "kda/fused_gate.py", "kda/fused_fwd.py"
+ROUTES = "kda/fused.py"
 TESTS, GATE_TESTS = "tests/kda/test_chunk_fused.py", "tests/kda/test_fused_gate.py"
 _any = partial(Mutant, route="fused-unbounded", entry="chunk", families=("generic", "ragged"))
 _safe = partial(Mutant, route="fused-safe_gate", entry="chunk", families=("gate_bound", "generic"))
-_prep, _scan, _gate, _host = (partial(Patch, file) for file in (PREP, SCAN, GATE, HOST))
+_prep, _scan, _gate, _host, _routes = (partial(Patch, file) for file in (PREP, SCAN, GATE, HOST, ROUTES))
 SUFFIX = "tl.exp2(range_sums_from(0.0, o_j > o_i, b_hi, b_lo))"
 DIAGONAL = "tl.where(o_i == o_j, b_diagonal[:, None], tl.where(o_i > o_j, b_qk, 0.0))"
 UPDATE = "tl.dot(b_y.to(tl.bfloat16), b_rest, b_S * b_decay[None, :])"
@@ -113,14 +114,14 @@ MUTANTS = (
         "fused-takes-intermediates",
         "dispatch",
         "a call that asks for intermediate states is taken, and gets none",
-        (_host("if call.return_intermediate_states:", "if False:"),),
+        (_routes("if call.return_intermediate_states:", "if False:"),),
         tests=(f"{TESTS}::test_what_fused_routes_refuse_another_serves",),
     ),
     _any(
         "fused-descriptor-alignment",
         "strided",
         "v is described to TMA wherever it starts",
-        (_host("if not plan.tma or v.data_ptr() % 16:", "if not plan.tma:"),),
+        (_host("return plan.tma and not any(x.data_ptr() % 16 for x in tensors)", "return plan.tma"),),
         limit="TMA is not used where kernels are interpreted; on sm_90 the driver refuses a v that starts 2 bytes off",
     ),
     _any(
