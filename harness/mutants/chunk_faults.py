@@ -197,8 +197,8 @@ MUTANTS = (
         (
             Patch(
                 FORWARD,
-                "half_span=2.0 ** round((BLOCK - 1) / 2 * abs(bound) * math.log2(math.e))",
-                "half_span=2.0**115 + 0.0 * bound",
+                "return 2.0 ** round((BLOCK - 1) / 2 * abs(bound) * math.log2(math.e))",
+                "return 2.0**115 + 0.0 * bound",
             ),
         ),
         families=("magnitudes",),
