@@ -114,9 +114,6 @@ def plan(
             if not fnmatch.fnmatch(family.name, families) or not _asked(subject, route, family, device):
                 continue
             tasks = tasks_of(route.id, route.entry, family, profile, seed, device)
-            if device == "cpu" and route.spec.gradients is not None:
-                # They are slow in the interpreter, and checked on the route whose kernels compute them.
-                tasks = (replace(task, problem=replace(task.problem, loss="none")) for task in tasks)
             queues.append(list(dict.fromkeys(_held_to(shape, task) for task in tasks)))
     rounds = max(map(len, queues), default=0)
     ordered = [queue[i] for i in range(rounds) for queue in queues if i < len(queue)]

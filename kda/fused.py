@@ -62,23 +62,19 @@ def refusal(call: Call, route: str) -> str | None:
     return chunk_bwd.refusal(call, route)
 
 
-def _precision(diagonal: str) -> PrecisionSpec:
-    stages = {
-        "operand": "bf16",
-        "intra": "bf16",
-        "merge": "tf32_rn",
-        "stored_inverse": "bf16",
-        "state": "fp32",
-        "kept": "bf16",
-    }
+def _precision(diagonal: str, **stages: str) -> PrecisionSpec:
+    common = {"operand": "bf16", "merge": "tf32_rn", "state": "fp32"}
     form = {"chunk": BLOCK, "diagonal": diagonal, "inverse": "substitution", "form": "residual"}
-    return PrecisionSpec("chunk", {**OUTPUTS, **stages}, **form)
+    return PrecisionSpec("chunk", {**OUTPUTS, **common, **stages}, **form)
 
 
-PRECISION = {
-    SAFE_GATE: _precision("anchor_apart"),
-    UNBOUNDED: _precision("halving"),
-}
+def _precisions(diagonal: str) -> PrecisionSpec:
+    """Forward in bf16; what the backward pass takes differences of has more digits, see NOTE [Chunk as an operator]."""
+    gradients = _precision(diagonal, intra="tf32_rn", pairs="bf16", stored_inverse="fp32", kept="bf16")
+    return replace(_precision(diagonal, intra="bf16", stored_inverse="bf16"), gradients=gradients)
+
+
+PRECISION = {SAFE_GATE: _precisions("anchor_apart"), UNBOUNDED: _precisions("halving")}
 SUMMARY = {
     SAFE_GATE: "two kernels in bf16 for gates in [-5, 0], four for gradients",
     UNBOUNDED: "two kernels in bf16 for any gate <= 0, four for gradients",

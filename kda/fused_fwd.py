@@ -80,7 +80,7 @@ class FusedPlan:
             slots=slots,
             gate=activation if call.use_gate_in_kernel else "none",
             solved="fp16" if small else "tf32",
-            tma=arch(call.q.device) >= TMA_ARCH and T * call.sequences > 0 and max(2 * BLOCK, V) * slots * HV < 2**31,
+            tma=arch(call.q.device) >= TMA_ARCH and T * call.sequences > 0 and max(3 * BLOCK, V) * slots * HV < 2**31,
         )
 
 
@@ -94,7 +94,7 @@ class Workspace:
     decay: Tensor
 
     @classmethod
-    def of(cls, call: Call, plan: FusedPlan) -> "Workspace":
+    def of(cls, call: Call, plan: FusedPlan, adjoint: bool) -> "Workspace":
         _, _, _, HV, K, _ = call.shape
         empty = functools.partial(torch.empty, device=call.q.device)
         operands = functools.partial(empty, dtype=torch.bfloat16)
@@ -102,7 +102,7 @@ class Workspace:
         return cls(
             operands(*lead, 2 * BLOCK, K),
             operands(*lead, BLOCK, K),
-            operands(*lead, 2 * BLOCK, BLOCK),
+            operands(*lead, (3 if adjoint else 2) * BLOCK, BLOCK),
             empty(*lead, K, dtype=torch.float32),
         )
 
@@ -138,7 +138,7 @@ def options(call: Call, plan: FusedPlan) -> dict[str, object]:
 def prepare(call: Call, plan: FusedPlan, adjoint: bool = False) -> Workspace:
     """Every chunk as an operator, all of them at once; `adjoint`: as the backward pass wants them."""
     _, T, H, HV, K, _ = call.shape
-    made = Workspace.of(call, plan)
+    made = Workspace.of(call, plan, adjoint)
     inputs = (call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias)
     sizes = (call.lower_bound or 0.0, call.beta_range, float(plan.shift), call.scale, T, H, HV)
     flags = {**options(call, plan), "SOLVED": plan.solved, "ADJOINT": adjoint}
@@ -184,7 +184,7 @@ def run_scan(
     blocks = (None,) * 6
     if takes_tma(plan, call.v):
         rows = C if values else 2 * C
-        operands = (cut(made.kq_decayed, K, rows, K), cut(made.k_rest, K, C, K), cut(made.response, C, rows, C))
+        operands = (cut(made.kq_decayed, K, rows, K), cut(made.k_rest, K, C, K), cut(made.response, C, 2 * C, C))
         kept = None if states is None else cut(states, K, tile.BV, K)
         blocks = (*(cut(x, HV * V, C, tile.BV) for x in (call.v, o)), *operands, kept)
     arguments = (call.v, o, *made.tensors(), call.initial_state, ht, states, dense(call.cu_seqlens), *blocks)

@@ -19,7 +19,8 @@ from kda.recurrent_kernels import L2NORM_EPS
 #
 # The backward pass is the adjoint of the same form, with dv for what comes back to x:
 #     dv = R^T ((scale A_qk b)^T do + (b k 2^(G_C - G)) dS)     dS <- 2^G_C dS + (scale q 2^G)^T do - (k 2^G)^T dv
-# and wants scale A_qk b instead of A_qk b R, and scale among the decayed q.
+# and wants scale A_qk b instead of A_qk b R, and scale among the decayed q. It sums gradients over what R takes the
+# differences of where keys repeat: there A_kk is of tf32 products, and R is stored in two bf16 numbers, 16 bits of it.
 
 # NOTE [Shifted rows]
 # With gates in [bound, 0] all pairs i > j of 16 rows fit into one product: 2^(G_i + c) scales row i and 2^(-G_j - c)
@@ -113,8 +114,10 @@ def kda_fused_prep_kernel(
     kq_decayed `[slots, HV, 2 C, K]`: k 2^(G + shift), then q 2^(G + shift); k_rest `[slots, HV, C, K]`:
     b k 2^(G_C - G); response `[slots, HV, 2 C, C]`: R, then A_qk b R; decay `[slots, HV, K]` fp32. GATE: none, softplus
     or bounded. SOLVED: the format of A_qk b and of R in their product, fp16 where both are known to be small. ADJOINT:
-    for the backward pass, scale q for q and A_qk b for A_qk b R.
+    for the backward pass, scale q for q, and response `[slots, HV, 3 C, C]`: R, what its rounding left, scale A_qk b.
     """
+    INTRA: tl.constexpr = "tf32" if ADJOINT else "bf16"
+    ROWS: tl.constexpr = 3 * C if ADJOINT else 2 * C
     i_p = tl.program_id(0).to(tl.int64)
     i_hv = (i_p % HV).to(tl.int32)
     i_h = i_hv // (HV // H)
@@ -133,7 +136,7 @@ def kda_fused_prep_kernel(
     beta += i_row * HV + i_hv
     kq_decayed += i_p * (2 * C * K)
     k_rest += i_p * (C * K)
-    response += i_p * (2 * C * C)
+    response += i_p * (ROWS * C)
     decay += i_p * K
     b_A = tl.load(A_log + i_hv).to(tl.float32) if A_log is not None else 0.0
 
@@ -172,26 +175,32 @@ def kda_fused_prep_kernel(
             b_q *= scale
         b_G = range_sums_from(shift, o_j <= o_i, b_hi, b_lo)
         b_x = tl.exp2(b_G)
-        b_later_k = (b_k * b_x).to(tl.bfloat16)
-        b_later_q = (b_q * b_x).to(tl.bfloat16)
-        tl.store(kq_decayed + (o_i * K + o_k[None, :]), b_later_k)
-        tl.store(kq_decayed + ((C + o_i) * K + o_k[None, :]), b_later_q)
+        b_later_k = b_k * b_x
+        b_later_q = b_q * b_x
+        tl.store(kq_decayed + (o_i * K + o_k[None, :]), b_later_k.to(tl.bfloat16))
+        tl.store(kq_decayed + ((C + o_i) * K + o_k[None, :]), b_later_q.to(tl.bfloat16))
         b_x = tl.exp2(range_sums_from(0.0, o_j > o_i, b_hi, b_lo))
         tl.store(k_rest + (o_i * K + o_k[None, :]), (b_beta[:, None] * b_k * b_x).to(tl.bfloat16))
         if ANCHORED:
-            b_earlier = tl.trans((b_k * tl.exp2(-b_G)).to(tl.bfloat16))
-            b_kk += tl.dot(b_later_k, b_earlier)
-            b_qk += tl.dot(b_later_q, b_earlier)
+            b_earlier = tl.trans(operand(b_k * tl.exp2(-b_G), INTRA))
+            b_kk += product(operand(b_later_k, INTRA), b_earlier, INTRA)
+            b_qk += product(operand(b_later_q, INTRA), b_earlier, INTRA)
         else:
             for i_l in tl.static_range(4):
                 m_l = step_region(o_i, o_j, i_l, 0, False)
                 b_x = tl.exp2(range_sums_from(0.0, step_range(o_i, o_j, i_l, 0, False), b_hi, b_lo))
-                b_level = (b_k * b_x).to(tl.bfloat16)
-                b_kk += tl.where(m_l, tl.dot(b_level, tl.trans(b_level)), 0.0)
-                b_qk += tl.where(m_l, tl.dot((b_q * b_x).to(tl.bfloat16), tl.trans(b_level)), 0.0)
+                b_level = operand(b_k * b_x, INTRA)
+                b_kk += tl.where(m_l, product(b_level, tl.trans(b_level), INTRA), 0.0)
+                b_qk += tl.where(m_l, product(operand(b_q * b_x, INTRA), tl.trans(b_level), INTRA), 0.0)
 
-    b_R = invert_unit_lower(response, tl.where(o_i > o_j, b_kk * b_beta[None, :], 0.0), C, SOLVED)
+    b_L = tl.where(o_i > o_j, b_kk * b_beta[None, :], 0.0)
+    b_R = invert_unit_lower(response, b_L, C, "fp32" if ADJOINT else SOLVED)
     b_qk = tl.where(o_i == o_j, b_diagonal[:, None], tl.where(o_i > o_j, b_qk, 0.0)) * b_beta[None, :]
-    b_AR = b_qk if ADJOINT else product(operand(b_qk, SOLVED), b_R, SOLVED)
-    tl.store(response + (o_i * C + o_j), b_R.to(tl.bfloat16))
-    tl.store(response + ((C + o_i) * C + o_j), b_AR.to(tl.bfloat16))
+    b_rounded = b_R.to(tl.bfloat16)
+    tl.store(response + (o_i * C + o_j), b_rounded)
+    if ADJOINT:
+        tl.store(response + ((C + o_i) * C + o_j), (b_R - b_rounded.to(tl.float32)).to(tl.bfloat16))
+        tl.store(response + ((2 * C + o_i) * C + o_j), b_qk.to(tl.bfloat16))
+    else:
+        b_AR = product(operand(b_qk, SOLVED), b_R, SOLVED)
+        tl.store(response + ((C + o_i) * C + o_j), b_AR.to(tl.bfloat16))

@@ -65,17 +65,18 @@ def scan_step(
 ):
     """NOTE [Chunk as an operator]: (the state `[BV, K]` after the chunk, its outputs without scale, `[BV, C]`).
 
-    VALUES: y instead of the outputs, from the first C rows of b_kq and b_response alone.
+    VALUES: y instead of the outputs, from the keys alone and R in two operands.
     """
     b_Skq = tl.dot(b_S.to(tl.bfloat16), tl.trans(b_kq))
     b_Sk = b_Skq
     if not VALUES:
         b_Sk, b_Sq = halves(b_Skq, BV, C)
     b_x = (tl.trans(b_v).to(tl.float32) - unshift * b_Sk).to(tl.bfloat16)
-    b_y = tl.dot(b_x, tl.trans(b_response))
-    b_o = b_y
-    if not VALUES:
-        b_y, b_o = halves(b_y, BV, C)
+    b_y, b_o = halves(tl.dot(b_x, tl.trans(b_response)), BV, C)
+    if VALUES:
+        b_y += b_o
+        b_o = b_y
+    else:
         b_o = unshift * b_Sq + b_o
     b_S = tl.dot(b_y.to(tl.bfloat16), b_rest, b_S * b_decay[None, :])
     return b_S, b_o
@@ -133,6 +134,7 @@ def kda_fused_scan_kernel(
     pass: o receives y. states `[slots of EVERY C tokens, HV, V, K]` bf16, or None: S before every EVERY-th chunk.
     """
     ROWS: tl.constexpr = C if VALUES else 2 * C
+    RESPONSE: tl.constexpr = 3 * C if VALUES else 2 * C
     i_p = tl.program_id(0).to(tl.int64)
     i_v = (i_p % (V // BV)).to(tl.int32) * BV
     i_hv = (i_p // (V // BV) % HV).to(tl.int32)
@@ -140,11 +142,10 @@ def kda_fused_scan_kernel(
     i_row, i_slot, length = sequence_place(i_n, cu_seqlens, T, C)
     _, i_state, _ = sequence_place(i_n, cu_seqlens, T, C * EVERY)
     o_t = tl.arange(0, C)
-    o_2t = tl.arange(0, ROWS)
     o_k = tl.arange(0, K)
     o_v = i_v + tl.arange(0, BV)
-    o_kq = o_2t[:, None] * K + o_k[None, :]
-    o_response = o_2t[:, None] * C + o_t[None, :]
+    o_kq = tl.arange(0, ROWS)[:, None] * K + o_k[None, :]
+    o_response = tl.arange(0, 2 * C)[:, None] * C + o_t[None, :]
     o_rest = o_t[:, None] * K + o_k[None, :]
     o_tv = o_t[:, None] * (HV * V) + o_v[None, :]
     o_S = o_v[:, None] * K + o_k[None, :] if V_FIRST else o_k[None, :] * V + o_v[:, None]
@@ -159,12 +160,12 @@ def kda_fused_scan_kernel(
         i_w = i_tile + i_t * HV.to(tl.int64)
         if v_blocks is not None:
             b_kq = kq_blocks.load([(i_w * (2 * C)).to(tl.int32), 0])
-            b_response = response_blocks.load([(i_w * (2 * C)).to(tl.int32), 0])
+            b_response = response_blocks.load([(i_w * RESPONSE).to(tl.int32), 0])
             b_rest = rest_blocks.load([(i_w * C).to(tl.int32), 0])
             b_v = v_blocks.load([(i_row + i_t * C).to(tl.int32), i_hv * V + i_v])
         else:
             b_kq = tl.load(kq_decayed + i_w * (2 * C * K) + o_kq)
-            b_response = tl.load(response + i_w * (2 * C * C) + o_response)
+            b_response = tl.load(response + i_w * (RESPONSE * C) + o_response)
             b_rest = tl.load(k_rest + i_w * (C * K) + o_rest)
             b_v = tl.load(v + i_t * C * HV.to(tl.int64) * V + o_tv)
         b_decay = tl.load(decay + i_w * K + o_k)
@@ -183,7 +184,7 @@ def kda_fused_scan_kernel(
         i_o = full * C * HV.to(tl.int64) * V
         m_t = (o_t < rest)[:, None]
         b_kq = tl.load(kq_decayed + i_w * (2 * C * K) + o_kq)
-        b_response = tl.load(response + i_w * (2 * C * C) + o_response)
+        b_response = tl.load(response + i_w * (RESPONSE * C) + o_response)
         b_rest = tl.load(k_rest + i_w * (C * K) + o_rest)
         b_decay = tl.load(decay + i_w * K + o_k)
         b_v = tl.load(v + i_o + o_tv, mask=m_t, other=0.0)

@@ -9,17 +9,18 @@ from kda.fused_scan import sequence_place, store_state
 # NOTE [Reverse scan]
 # The mirror of NOTE [Scan in registers]: dS is held transposed, and a chunk is three dependent products, dS k, R^T dy
 # and the update of dS; what do gives to dy and to dS waits for nothing. dy is the sum of many tokens' parts, which R^T
-# takes the differences of where keys repeat: it enters that product in two operands, its rounding and the rest. Decayed
-# keys and queries come shifted, so 2^shift dS is carried, and 2^-shift is taken out of its products.
+# takes the differences of where keys repeat: both enter that product in two operands, their rounding and the rest.
+# Decayed keys and queries come shifted, so 2^shift dS is carried, and 2^-shift is taken out of its products.
 
 
 @triton.jit
-def reverse_step(b_dS, b_k, b_q, b_R, b_A, b_rest, b_decay, b_do, unshift):
+def reverse_step(b_dS, b_k, b_q, b_R, b_R_rest, b_A, b_rest, b_decay, b_do, unshift):
     """NOTE [Chunk as an operator]: (2^shift dS `[BV, K]` before the chunk, dv `[BV, C]`), from that behind it."""
     b_do = tl.trans(b_do)
     b_dy = unshift * tl.dot(b_dS.to(tl.bfloat16), tl.trans(b_rest)) + tl.dot(b_do, b_A)
     b_dS = tl.dot(b_do, b_q, b_dS * b_decay[None, :])
-    b_dv = split_product(b_dy, b_R, "bf16").to(tl.bfloat16)
+    b_dv = split_product(b_dy, b_R, "bf16") + tl.dot(b_dy.to(tl.bfloat16), b_R_rest)
+    b_dv = b_dv.to(tl.bfloat16)
     return tl.dot(-b_dv, b_k, b_dS), b_dv
 
 
@@ -88,13 +89,14 @@ def kda_fused_scan_bwd_kernel(
         m_t = (o_t < rest)[:, None]
         b_k = tl.load(kq_decayed + i_w * (2 * C * K) + o_tk)
         b_q = tl.load(kq_decayed + i_w * (2 * C * K) + C * K + o_tk)
-        b_R = tl.load(response + i_w * (2 * C * C) + o_tt)
-        b_A = tl.load(response + i_w * (2 * C * C) + C * C + o_tt)
+        b_R = tl.load(response + i_w * (3 * C * C) + o_tt)
+        b_R_rest = tl.load(response + i_w * (3 * C * C) + C * C + o_tt)
+        b_A = tl.load(response + i_w * (3 * C * C) + 2 * C * C + o_tt)
         b_rest = tl.load(k_rest + i_w * (C * K) + o_tk)
         b_decay = tl.load(decay + i_w * K + o_k)
         b_do = tl.load(do + i_o + o_tv, mask=m_t, other=0.0)
         store_state(states, state_blocks, (i_state + full // EVERY) * HV + i_hv, i_v, unshift * b_dS, V)
-        b_dS, b_dv = reverse_step(b_dS, b_k, b_q, b_R, b_A, b_rest, b_decay, b_do, unshift)
+        b_dS, b_dv = reverse_step(b_dS, b_k, b_q, b_R, b_R_rest, b_A, b_rest, b_decay, b_do, unshift)
         tl.store(dv + i_o + o_tv, tl.trans(b_dv), mask=m_t)
 
     for i_b in tl.range(0, full, num_stages=STAGES):
@@ -103,21 +105,23 @@ def kda_fused_scan_bwd_kernel(
         if do_blocks is not None:
             b_k = kq_blocks.load([(i_w * (2 * C)).to(tl.int32), 0])
             b_q = kq_blocks.load([(i_w * (2 * C) + C).to(tl.int32), 0])
-            b_R = response_blocks.load([(i_w * (2 * C)).to(tl.int32), 0])
-            b_A = response_blocks.load([(i_w * (2 * C) + C).to(tl.int32), 0])
+            b_R = response_blocks.load([(i_w * (3 * C)).to(tl.int32), 0])
+            b_R_rest = response_blocks.load([(i_w * (3 * C) + C).to(tl.int32), 0])
+            b_A = response_blocks.load([(i_w * (3 * C) + 2 * C).to(tl.int32), 0])
             b_rest = rest_blocks.load([(i_w * C).to(tl.int32), 0])
             b_do = do_blocks.load([(i_row + i_t * C).to(tl.int32), i_hv * V + i_v])
         else:
             b_k = tl.load(kq_decayed + i_w * (2 * C * K) + o_tk)
             b_q = tl.load(kq_decayed + i_w * (2 * C * K) + C * K + o_tk)
-            b_R = tl.load(response + i_w * (2 * C * C) + o_tt)
-            b_A = tl.load(response + i_w * (2 * C * C) + C * C + o_tt)
+            b_R = tl.load(response + i_w * (3 * C * C) + o_tt)
+            b_R_rest = tl.load(response + i_w * (3 * C * C) + C * C + o_tt)
+            b_A = tl.load(response + i_w * (3 * C * C) + 2 * C * C + o_tt)
             b_rest = tl.load(k_rest + i_w * (C * K) + o_tk)
             b_do = tl.load(do + i_t * C * HV.to(tl.int64) * V + o_tv)
         b_decay = tl.load(decay + i_w * K + o_k)
         if (i_t % EVERY == EVERY - 1) | ((i_b == 0) & (rest == 0)):
             store_state(states, state_blocks, (i_state + i_t // EVERY) * HV + i_hv, i_v, unshift * b_dS, V)
-        b_dS, b_dv = reverse_step(b_dS, b_k, b_q, b_R, b_A, b_rest, b_decay, b_do, unshift)
+        b_dS, b_dv = reverse_step(b_dS, b_k, b_q, b_R, b_R_rest, b_A, b_rest, b_decay, b_do, unshift)
         b_dv = tl.trans(b_dv)
         if do_blocks is not None:
             dv_blocks.store([(i_row + i_t * C).to(tl.int32), i_hv * V + i_v], b_dv)

@@ -40,7 +40,7 @@ class PrecisionSpec:
     form: str | None = None  # wy | residual
     excuses: tuple[str, ...] = ()
     precision: str = "ieee"  # of the products of fp32 tensors: ieee | tf32
-    gradients: "PrecisionSpec | None" = None  # that of the backward pass, where another route's kernels do it
+    gradients: "PrecisionSpec | None" = None  # that of the backward pass, where it rounds at other points
 
     def of_call(self, chunk_size: int, precision: str) -> "PrecisionSpec":
         """What is declared for a call with these arguments."""

@@ -25,22 +25,49 @@ class Rounded(torch.autograd.Function):
 
 
 class Product(torch.autograd.Function):
-    """a @ b with operands in `fmt`, fp32 accumulation; so are the two products of its gradient."""
+    """a @ b with operands in `fmt`, fp32 accumulation; so are the two products of its gradient, in `grad_fmt`."""
 
     @staticmethod
-    def forward(ctx, a, b, rounding, site, fmt):
+    def forward(ctx, a, b, rounding, site, fmt, grad_fmt):
+        inputs = a, b
         a, b = rounding.round(f"{site}.a", a, fmt), rounding.round(f"{site}.b", b, fmt)
-        ctx.save_for_backward(a, b)
-        ctx.rounding, ctx.site, ctx.fmt = rounding, site, fmt
+        ctx.save_for_backward(*((a, b) if grad_fmt == fmt else inputs))
+        ctx.rounding, ctx.site, ctx.fmt, ctx.again = rounding, site, grad_fmt, grad_fmt != fmt
         return accumulated(rounding, site, a, b, fmt)
 
     @staticmethod
     def backward(ctx, grad):
         (a, b), rounding, site = ctx.saved_tensors, ctx.rounding, ctx.site
+        if ctx.again:
+            a, b = rounding.round(f"{site}.a.again", a, ctx.fmt), rounding.round(f"{site}.b.again", b, ctx.fmt)
         grad = rounding.round(f"{site}.grad", grad, ctx.fmt)
         da = accumulated(rounding, f"{site}.da", grad, b.mT, ctx.fmt)
         db = accumulated(rounding, f"{site}.db", a.mT, grad, ctx.fmt)
-        return da, db, None, None, None
+        return da, db, None, None, None, None
+
+
+class PairSums(torch.autograd.Function):
+    """Sums over channels of row i `[.., C, K]` times what pair i, j has of j `[.., C, C, K]`, as `Product` rounds."""
+
+    @staticmethod
+    def forward(ctx, row, pair, rounding, site, fmt, grad_fmt):
+        ctx.save_for_backward(row, pair)
+        ctx.rounding, ctx.site, ctx.grad_fmt = rounding, site, grad_fmt
+        ctx.again = "" if grad_fmt == fmt else ".again"
+        row, pair = PairSums.operands(row, pair, rounding, site, fmt)
+        return (row[..., :, None, :] * pair).sum(-1)
+
+    @staticmethod
+    def operands(row, pair, rounding, site, fmt, again=""):
+        """Both in `fmt`; equal values are rounded alike, whatever they are multiplied with."""
+        row = rounding.round(f"chunk.pair.{site}.operand{again}", row, fmt)
+        return row, rounding.round(f"chunk.pair.column{again}", pair, fmt)
+
+    @staticmethod
+    def backward(ctx, grad):
+        row, pair = PairSums.operands(*ctx.saved_tensors, ctx.rounding, ctx.site, ctx.grad_fmt, ctx.again)
+        grad = ctx.rounding.round(f"chunk.pair.{ctx.site}.sum.grad", grad, ctx.grad_fmt)[..., None]
+        return (grad * pair).sum(-2), grad * row[..., :, None, :], None, None, None, None
 
 
 def accumulated(rounding: Rounding, site: str, a: Tensor, b: Tensor, fmt: str) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oracle.chunk_steps import BLOCK, CumulativeGate, Decayed, Inverse, Product, Rounded
+from oracle.chunk_steps import BLOCK, CumulativeGate, Decayed, Inverse, PairSums, Product, Rounded
 from oracle.operator import Core, Formats, Inputs, Options, evaluate
 from oracle.recurrence import LOG2E, REPLICA_GATE_FLOOR, Rows
 from oracle.rounding import EXACT, Rounding
@@ -29,7 +29,8 @@ Step = Callable[[int, Tensor], tuple[Tensor, Tensor, Tensor]]  # (chunk, state):
 class ChunkModel:
     """Where a chunkwise kernel rounds.
 
-    `operand`: the large products; `intra`: k.k and q.k; `merge`: block merges of the inverse; `stored_inverse`: R in
+    `operand`: the large products; `intra`: k.k and q.k; `pairs`: their gradients' products, as `intra` unless named;
+    `merge`: block merges of the inverse; `stored_inverse`: R in
     memory; `state`: the carried state; `kept`: states and their gradients in memory, from where the gradients of the
     gates between chunks come; `diagonal`: 'pair' (each exponent a difference of cumulative gates), 'halving'
     (each the sum over its own range, which a reset elsewhere cannot spoil) or 'anchor' (two factors around the block's
@@ -41,6 +42,7 @@ class ChunkModel:
     chunk: int = 64
     operand: str = "bf16"
     intra: str = "tf32"
+    pairs: str | None = None
     merge: str = "tf32"
     stored_inverse: str = "bf16"
     state: str = "fp32"
@@ -72,7 +74,7 @@ class ChunkModel:
             raise ValueError(f"inverse is {inverse!r}, must be 'substitution' or 'neumann'")
         if form not in (None, "wy", "residual"):
             raise ValueError(f"form is {form!r}, must be 'wy' or 'residual'")
-        stages = ("operand", "intra", "merge", "stored_inverse", "state", "kept")
+        stages = ("operand", "intra", "pairs", "merge", "stored_inverse", "state", "kept")
         named = {name: formats[name] for name in stages if name in formats}
         return cls(
             chunk=chunk,
@@ -101,7 +103,12 @@ class ChunkedRows:
         self.G = CumulativeGate.apply(g, None if model.diagonal == "halving" else magnitude, rounding)
 
     def product(self, site: str, a: Tensor, b: Tensor, fmt: str) -> Tensor:
-        return Product.apply(a, b, self.rounding, f"chunk.{site}", fmt)
+        return Product.apply(a, b, self.rounding, f"chunk.{site}", fmt, fmt)
+
+    def dots(self, site: str, a: Tensor, b: Tensor) -> Tensor:
+        """k.k or q.k of factored rows."""
+        model = self.model
+        return Product.apply(a, b, self.rounding, f"chunk.{site}", model.intra, model.pairs or model.intra)
 
     def kept(self, site: str, x: Tensor) -> Tensor:
         """x itself; its gradient, summed from several uses, is rounded to fp32."""
@@ -127,8 +134,8 @@ class ChunkedRows:
                 anchor = G[..., :1, :].detach()
                 rise = self.exp2("left.row", G - anchor)
                 columns = (self.k[..., :first, :] * self.exp2("left.column", anchor - self.G[..., :first, :])).mT
-                row_k = torch.cat([self.product("left.kk", k * rise, columns, self.model.intra), row_k], -1)
-                row_q = torch.cat([self.product("left.qk", q * rise, columns, self.model.intra), row_q], -1)
+                row_k = torch.cat([self.dots("left.kk", k * rise, columns), row_k], -1)
+                row_q = torch.cat([self.dots("left.qk", q * rise, columns), row_q], -1)
             rest = self.model.chunk - first - BLOCK
             qk.append(F.pad(row_q, (0, rest)))
             kk.append(F.pad(row_k, (0, rest)))
@@ -138,8 +145,8 @@ class ChunkedRows:
         anchor = G[..., :1, :].detach()
         rise = self.exp2("anchor.row", (G - anchor).clamp(min=-900))
         columns = (k * self.exp2("anchor.column", (anchor - G).clamp(max=900))).mT
-        kk = torch.tril(self.product("anchor.kk", k * rise, columns, self.model.intra))
-        qk = torch.tril(self.product("anchor.qk", q * rise, columns, self.model.intra), -1 if self.model.apart else 0)
+        kk = torch.tril(self.dots("anchor.kk", k * rise, columns))
+        qk = torch.tril(self.dots("anchor.qk", q * rise, columns), -1 if self.model.apart else 0)
         if self.model.apart:
             exact = self.rounding.accumulate("chunk.apart", (q * k).sum(-1), q.norm(dim=-1) * k.norm(dim=-1))
             qk = qk + torch.diag_embed(exact)
@@ -151,15 +158,14 @@ class ChunkedRows:
         decayed = self.exp2("pair", left[..., :, None, :] - right[..., None, :, :], lower)
         decayed = decayed * self.kept("pair.k", k)[..., None, :, :]
         # Differences of sums are worked off in fp32, token by token; halved ranges are matrix products.
-        tiles = self.model.intra if self.model.diagonal == "halving" else "fp64"
-        decayed = Rounded.apply(decayed, self.rounding, "chunk.pair.column", tiles)
+        halved = self.model.diagonal == "halving"
+        formats = (self.model.intra, self.model.pairs or self.model.intra) if halved else ("fp64", "fp64")
 
         def total(site: str, x: Tensor) -> Tensor:
-            row = Rounded.apply(self.kept(f"pair.{site}.row", x), self.rounding, f"chunk.pair.{site}.operand", tiles)
+            row = self.kept(f"pair.{site}.row", x)
             magnitude = x.norm(dim=-1, keepdim=True) * k.norm(dim=-1)[..., None, :]
-            terms = (row[..., :, None, :] * decayed).sum(-1)
-            summed = self.rounding.accumulate(f"chunk.pair.{site}", terms, magnitude)
-            return Rounded.apply(summed, self.rounding, f"chunk.pair.{site}.sum", "fp64", tiles)
+            terms = PairSums.apply(row, decayed, self.rounding, site, *formats)
+            return self.rounding.accumulate(f"chunk.pair.{site}", terms, magnitude)
 
         return total("qk", q), total("kk", k)
 
