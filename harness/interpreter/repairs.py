@@ -14,7 +14,7 @@ import triton.runtime.interpreter as stock
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _ir
 
 from harness import autotune
-from harness.interpreter import sanitizer, schedule
+from harness.interpreter import sanitizer, schedule, shortcuts
 from harness.interpreter.bfloat16 import decode, encode, handle_of, holds_bf16, values_of
 
 _installed = False
@@ -38,6 +38,7 @@ def install() -> None:
     _repair_indexing()
     autotune.pin()  # there is no driver to time with
     _repair_libdevice()
+    shortcuts.take()
     _patch_language_once()
     sanitizer.hook()
     schedule.hook()
@@ -69,14 +70,13 @@ def _repair_casts() -> None:
 
     def cast_impl(self, source, target_type):
         have, want = source.dtype.scalar, target_type.scalar
-        with np.errstate(invalid="ignore", over="ignore"):
-            if want == tl.bfloat16 and have == tl.bfloat16:
-                return source
-            if want == tl.bfloat16 and have != tl.float32:
-                return handle_of(source.data.astype(np.float32))
-            if have == tl.bfloat16 and want != tl.float32:
-                return TensorHandle(decode(source.data).astype(stock._get_np_dtype(target_type)), want)
-            return cast(self, source, target_type)
+        if want == tl.bfloat16 and have == tl.bfloat16:
+            return source
+        if want == tl.bfloat16 and have != tl.float32:
+            return handle_of(source.data.astype(np.float32))
+        if have == tl.bfloat16 and want != tl.float32:
+            return TensorHandle(decode(source.data).astype(stock._get_np_dtype(target_type)), want)
+        return cast(self, source, target_type)
 
     stock._convert_float = convert_float
     InterpreterBuilder.cast_impl = cast_impl
@@ -96,15 +96,13 @@ def _repair_arithmetic() -> None:
     )
 
     def binary_op(self, left, right, op):
-        with np.errstate(all="ignore"):
-            if not holds_bf16(left):
-                return binary(self, left, right, op)
-            out = op(decode(left.data), values_of(right))
+        if not holds_bf16(left):
+            return binary(self, left, right, op)
+        out = op(decode(left.data), values_of(right))
         return TensorHandle(out, tl.int1) if out.dtype == np.bool_ else handle_of(out)
 
     def unary_op(self, value, op):
-        with np.errstate(all="ignore"):
-            return handle_of(op(decode(value.data))) if holds_bf16(value) else unary(self, value, op)
+        return handle_of(op(decode(value.data))) if holds_bf16(value) else unary(self, value, op)
 
     def ternary_op(self, a, b, c, op):
         if op is not np.where and holds_bf16(c):
@@ -114,9 +112,8 @@ def _repair_arithmetic() -> None:
     def create_fma(self, x, y, z):
         """One rounding: the product of two fp32 (or bf16) numbers is exact in float64."""
         if z.data.dtype == np.float32 or holds_bf16(z):
-            with np.errstate(all="ignore"):
-                exact = values_of(x).astype(np.float64) * values_of(y) + values_of(z)
-                out = exact.astype(np.float32)
+            exact = values_of(x).astype(np.float64) * values_of(y) + values_of(z)
+            out = exact.astype(np.float32)
             return handle_of(out) if holds_bf16(z) else TensorHandle(out, z.dtype.scalar)
         return fma(self, x, y, z)
 
@@ -216,8 +213,7 @@ def _repair_libdevice() -> None:
 
     def elementwise(function):
         def call(x, *args, **kwargs):
-            with np.errstate(all="ignore"):
-                data = function(x.handle.data).astype(x.handle.data.dtype)
+            data = function(x.handle.data).astype(x.handle.data.dtype)
             return tl.tensor(TensorHandle(data, x.handle.dtype), x.type)
 
         return call
@@ -280,6 +276,7 @@ class _Launcher:
 
     def loop(self) -> None:
         torch.set_grad_enabled(False)
+        np.seterr(all="ignore")  # infinities and NaN are values like others here
         while True:
             function, args, kwargs, answer = self.jobs.get()
             try:

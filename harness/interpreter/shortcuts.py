@@ -1,0 +1,149 @@
+"""Authority on what the interpreter works out once and remembers; every value stays what it was, bit by bit."""
+
+import functools
+import math
+from typing import ClassVar
+
+import numpy as np
+import triton.language as tl
+import triton.runtime.interpreter as stock
+from triton.language.semantic import TritonSemantic
+from triton.runtime.interpreter import TensorHandle
+
+# NOTE [Shortcuts]
+# Of the 80 us that an operation on a small tile takes in the stock interpreter numpy has two. The rest makes and
+# compares types that are the same every time, stretches operands that numpy stretches by itself, and looks for an
+# overflow of integers by ten more such operations whose answer only a debug build reads. So types of blocks are shared,
+# and what Triton decides about operands is asked once for each pair of element types: of the stock code, whose
+# promotions and errors stay.
+
+_CHECKED = tl.load.__code__  # of every function of the language: a check, then the call of what it wraps
+_MOST_DECISIONS = 2**14  # loop counters are numbers too
+
+
+def take() -> None:
+    """Make every replacement; the language must not have been patched for the interpreter before."""
+    _share_block_types()
+    _share_shapes()
+    stock.interpreter_semantic.__class__ = Semantic
+    stock._patch_attr = _patch_attr
+    object.__setattr__(stock.interpreter_builder.options, "sanitize_overflow", False)
+
+
+def _share_block_types() -> None:
+    """One object for each element type and shape; `sizes` of a type is its shape, () for a scalar."""
+    make, known = tl.block_type.__init__, {}
+
+    def new(cls, element_ty, shape):
+        sizes = tuple(n.value if isinstance(n, tl.constexpr) else n for n in shape)
+        key = _name(element_ty), sizes
+        if key not in known:
+            made = object.__new__(cls)
+            make(made, element_ty, list(sizes))
+            made.sizes = sizes
+            known[key] = made
+        return known[key]
+
+    tl.dtype.sizes = ()
+    tl.block_type.__new__ = new
+    tl.block_type.__init__ = lambda self, element_ty, shape: None
+
+
+def _name(kind: tl.dtype) -> tuple:
+    """What tells one element type from another; pointer types have no hash."""
+    return kind.name, getattr(kind, "address_space", None)
+
+
+def _share_shapes() -> None:
+    """One object for each shape of a tensor, and for its size, as kernels see them."""
+    make, known = tl.tensor.__init__, {}
+
+    def init(self, handle, type):
+        sizes = type.sizes
+        if sizes not in known:
+            make(self, handle, type)
+            known[sizes] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = known[sizes]
+
+    tl.tensor.__init__ = init
+
+
+def _patch_attr(obj, name, member, builder, scope) -> None:
+    """A function of the language outside a compiler; without its own check that it is inside one."""
+    if getattr(member, "__code__", None) is _CHECKED:
+        member = member.__wrapped__
+    semantic = stock.interpreter_semantic
+
+    def call(*args, **kwargs):
+        kwargs["_semantic"] = semantic
+        return member(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
+
+
+_joined = functools.cache(np.broadcast_shapes)
+
+
+class Semantic(TritonSemantic):
+    """Triton's rules about operands, each asked once. See NOTE [Shortcuts]."""
+
+    _decisions: ClassVar[dict[tuple, tuple[tl.tensor, tl.tensor]]] = {}
+
+    def binary_op_type_checking_impl(
+        self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False
+    ):
+        """Both operands with the types that they are combined in; what is in them numpy will stretch."""
+        left, right = self._decision(lhs, rhs, (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod))
+        lhs = self.cast(lhs, left.dtype) if isinstance(lhs, tl.tensor) else left
+        rhs = self.cast(rhs, right.dtype) if isinstance(rhs, tl.tensor) else right
+        return self._in_common(lhs, rhs, lambda x, shape: x.handle)
+
+    def broadcast_impl_value(self, lhs, rhs):
+        return self._in_common(lhs, rhs, _stretched)
+
+    def _in_common(self, lhs, rhs, handle):
+        """Both operands as blocks of their common shape, where that is not their own with the handle that is given."""
+        left, right = lhs.type.sizes, rhs.type.sizes
+        if left == right:
+            return lhs, rhs
+        shape = _joined(left, right)
+        if left != shape:
+            lhs = self.tensor(handle(lhs, shape), tl.block_type(lhs.dtype, shape))
+        if right != shape:
+            rhs = self.tensor(handle(rhs, shape), tl.block_type(rhs.dtype, shape))
+        return lhs, rhs
+
+    def _decision(self, lhs, rhs, rules: tuple[bool, ...]) -> tuple[tl.tensor, tl.tensor]:
+        """What the stock rules make of one element of each operand: of a number its value, of a tensor its type."""
+        key = _kind(lhs), _kind(rhs), rules
+        found = self._decisions.get(key)
+        if found is None:
+            if len(self._decisions) > _MOST_DECISIONS:
+                self._decisions.clear()
+            found = super().binary_op_type_checking_impl(_element(lhs), _element(rhs), *rules)
+            self._decisions[key] = found
+        return found
+
+    def cast(self, input, dst_ty, fp_downcast_rounding=None):
+        if input.dtype is dst_ty:
+            return input
+        return super().cast(input, dst_ty, fp_downcast_rounding)
+
+
+def _kind(operand: object) -> tuple:
+    """What the rules look at: the element type of a tensor, a number with its type and its sign."""
+    if isinstance(operand, tl.tensor):
+        return _name(operand.dtype)
+    return type(operand), operand, math.copysign(1.0, operand)
+
+
+def _element(operand: object) -> object:
+    if not isinstance(operand, tl.tensor):
+        return operand
+    kind = operand.dtype
+    return tl.tensor(TensorHandle(np.zeros(1, stock._get_np_dtype(kind)), kind), kind)
+
+
+def _stretched(x: tl.tensor, shape: tuple[int, ...]) -> TensorHandle:
+    return TensorHandle(np.broadcast_to(x.handle.data, shape), x.handle.dtype)
