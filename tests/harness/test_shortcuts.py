@@ -58,8 +58,10 @@ def test_shapes_that_do_not_go_together_are_refused():
 
 def test_types_of_blocks_are_one_object():
     block = tl.block_type(tl.float32, [4, 8])
-    assert block is tl.block_type(tl.float32, [tl.constexpr(4), 8]) is tl.block_type(tl.int8, [4, 8]).with_element_ty(
-        tl.float32
+    assert (
+        block
+        is tl.block_type(tl.float32, [tl.constexpr(4), 8])
+        is tl.block_type(tl.int8, [4, 8]).with_element_ty(tl.float32)
     )
     others = (tl.block_type(tl.float32, [8, 4]), tl.block_type(tl.bfloat16, [4, 8]))
     assert all(other is not block and other != block for other in others)
