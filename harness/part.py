@@ -22,7 +22,12 @@ from oracle.stages import BLOCK, evaluate_chunk
 REAL_SPAN = 126.0  # log2 range that fp32 factors of an anchored tile may span
 RESOLVED_SUM = 1.8e5  # an fp32 cumulative gate beyond this no longer resolves 1/64 nat
 CONFIRMING = 1_000_000  # added to the seed for the replicas that confirm a BUG
-SOURCES = {"io": "q", "g": "g", "beta": "beta"}  # formats that follow the dtype of a tensor of the call
+SOURCES = {
+    "io": "q",
+    "g": "g",
+    "beta": "beta",
+    "pool": "initial_state",
+}  # formats that follow the dtype of a tensor of the call
 
 
 def resolved(fmt: str, inputs: Mapping[str, Tensor | None], precision: str = "ieee") -> str:

@@ -20,13 +20,15 @@ ENTRIES: Mapping[str, Callable] = {
     "chunk": kda.chunk_kda,
     "recurrent": kda.fused_recurrent_kda,
     "gate": kda.fused_kda_gate,
+    "decode": kda.kda_decode,
 }
 HEADER = """# Which route takes which option
 
 Written by `python -m harness.routes_page`; a test keeps it current, runs every call that works on a CPU, and sees the
 others refused. Each row is one change to a call that all routes of its entry take: bf16, K = V = 64, dense, gates
-promised to be in [-5, 0]. A cell is the answer of the route's verifier; the first route from the left that does not
-refuse serves the call. Arguments outside the contract (`kda/contract.py`) are refused before any route is asked.
+promised to be in [-5, 0], states in fp32. A cell is the answer of the route's verifier; the first route from the left
+that does not refuse serves the call. Arguments outside the contract (`kda/contract.py`) are refused before any route
+is asked.
 """
 
 
@@ -39,7 +41,7 @@ class Option:
 
     name: str
     keywords: Mapping[str, object] = field(default_factory=dict)
-    entries: tuple[str, ...] = ("chunk", "recurrent")
+    entries: tuple[str, ...] = ("chunk", "recurrent", "decode")
     K: int = 64
     V: int = 64
     group: int = 1
@@ -48,6 +50,7 @@ class Option:
     gate_dtype: torch.dtype | None = None
     sequences: int = 1
     state: bool = False
+    pool_dtype: torch.dtype = torch.float32
     requires_grad: bool = False
     strided: bool = False
     interpreted: bool = True
@@ -60,6 +63,8 @@ class Option:
 
 RAW = {"use_gate_in_kernel": True, "safe_gate": False}
 ONLY_CHUNK = ("chunk",)
+WHOLE = ("chunk", "recurrent")  # sequences, with states that are arguments and results
+ONLY_DECODE = ("decode",)
 OPTIONS = (
     Option("plain"),
     Option("gates without a promise", {"safe_gate": False}, ONLY_CHUNK),
@@ -70,9 +75,17 @@ OPTIONS = (
     Option("`use_beta_sigmoid_in_kernel`", {"use_beta_sigmoid_in_kernel": True}),
     Option("`allow_neg_eigval`", {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}),
     Option("`scale`", {"scale": 0.3}),
-    Option("`initial_state`", state=True),
-    Option("`output_final_state`", {"output_final_state": True}),
-    Option("`state_v_first`", {"output_final_state": True, "state_v_first": True}, state=True),
+    Option("`initial_state`", entries=WHOLE, state=True),
+    Option("`output_final_state`", {"output_final_state": True}, WHOLE),
+    Option("`state_v_first`", {"output_final_state": True, "state_v_first": True}, WHOLE, state=True),
+    Option("`state_v_first`", {"state_v_first": True}, ONLY_DECODE),
+    Option("a bf16 pool", entries=ONLY_DECODE, pool_dtype=torch.bfloat16),
+    Option("`slots` in int32, -1 among them", {"slots": torch.tensor([-1], dtype=torch.int32)}, ONLY_DECODE),
+    Option(
+        "`slots` `[N, S]`, `num_accepted_tokens`",
+        {"slots": torch.tensor([[0, 2, 1, 3]]), "num_accepted_tokens": torch.tensor([4])},
+        ONLY_DECODE,
+    ),
     Option("`return_intermediate_states`", {"return_intermediate_states": True}, ONLY_CHUNK),
     Option("`chunk_size=32`", {"chunk_size": 32}, ONLY_CHUNK),
     Option("`disable_recompute`", {"disable_recompute": True}, ONLY_CHUNK),
@@ -92,9 +105,9 @@ OPTIONS = (
         ONLY_CHUNK,
         sequences=2,
     ),
-    Option("no tokens", tokens=0),
+    Option("no tokens", entries=WHOLE, tokens=0),
     Option("no sequences", {"cu_seqlens": torch.tensor([0])}, sequences=0),
-    Option("gradients", requires_grad=True),
+    Option("gradients", entries=WHOLE, requires_grad=True),
     Option("strided tensors", strided=True),
     Option("gate in fp32", gate_dtype=torch.float32),
     Option("fp16", dtype=torch.float16),
@@ -140,8 +153,11 @@ def arguments(option: Option, entry: str) -> dict[str, object]:
         made["safe_gate"] = True
     if option.state:
         made["initial_state"] = torch.rand(option.sequences, HV, option.K, option.V, generator=generator)
+    if entry == "decode":
+        pool = torch.rand(option.sequences + 3, HV, option.K, option.V, generator=generator)
+        made |= {"state_pool": pool.to(option.pool_dtype), "slots": torch.arange(option.sequences)}
     made |= option.keywords
-    if entry == "recurrent":
+    if entry in ("recurrent", "decode"):
         made.pop("safe_gate")
     if option.device == "cpu":
         return made
@@ -173,7 +189,8 @@ def _validated(entry: str, keywords: dict[str, object]) -> contract.Call | contr
     if entry == "gate":
         return contract.validate_gate(contract.GateCall(**keywords))
     scale = contract.default_scale(keywords["q"], keywords.pop("scale", None))
-    return contract.validate(contract.Call(entry=entry, scale=scale, **keywords))
+    kind = contract.DecodeCall if entry == "decode" else contract.Call
+    return contract.validate(kind(entry=entry, scale=scale, **keywords))
 
 
 def table(entry: str, options: tuple[Option, ...]) -> str:

@@ -63,7 +63,7 @@ def own_subject() -> Subject:
     functions = {"chunk": kda.chunk_kda, "recurrent": kda.fused_recurrent_kda, "gate": kda.fused_kda_gate}
     routes = []
     for route in kda.routes():
-        for entry in sorted(route.entries):
+        for entry in sorted(route.entries & functions.keys()):
             spec = GATE_PRECISION if entry == "gate" else route.precision
             bounded = _wants_bounded if anchored(route.id) else _takes_all
             lacks = _and(fitting.lacks_fused, bounded) if route.id.startswith("fused") else bounded

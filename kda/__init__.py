@@ -4,6 +4,7 @@ from kda import chunk_bwd as _chunk_bwd
 from kda import fused as _fused
 from kda.backends import torch_backend as _torch_backend
 from kda.chunk import chunk_kda
+from kda.decode import kda_decode
 from kda.explain import explain
 from kda.fused_recurrent import fused_recurrent_kda
 from kda.gate import fused_kda_gate
@@ -22,6 +23,7 @@ __all__ = [
     "force_route",
     "fused_kda_gate",
     "fused_recurrent_kda",
+    "kda_decode",
     "record_launches",
     "routes",
 ]

@@ -1,4 +1,4 @@
-"""Authority on what only the data of a call shows: offsets that the host can read, and values if KDA_VALIDATE=1."""
+"""Authority on what only the data of a call shows: indices that the host can read, and values if KDA_VALIDATE=1."""
 
 import itertools
 import os
@@ -6,7 +6,7 @@ import os
 import torch
 from torch import Tensor
 
-from kda.contract import SAFE_BOUND, Call, GateCall, refuse
+from kda.contract import MAX_DECODE_TOKENS, SAFE_BOUND, Call, DecodeCall, GateCall, refuse
 
 
 def check(call: Call | GateCall) -> None:
@@ -15,6 +15,8 @@ def check(call: Call | GateCall) -> None:
         _check_gate_values(call)
         return
     _check_offset_contents(call)
+    if isinstance(call, DecodeCall) and _readable(call.slots):
+        _check_slot_contents(call)
     if _values_wanted():
         _check_values(call)
 
@@ -24,13 +26,17 @@ def _values_wanted() -> bool:
     return os.environ.get("KDA_VALIDATE") == "1"
 
 
+def _readable(indices: Tensor) -> bool:
+    """On a GPU indices are read only if that costs no wait; kernels trust none of them in any case."""
+    return indices.device.type == "cpu" or _values_wanted()
+
+
 def _check_offset_contents(call: Call) -> None:
     cu, cpu = call.cu_seqlens, call.cu_seqlens_cpu
-    # On a GPU the offsets are read only if that costs no wait; kernels clamp them to [0, T] in any case.
     for name, offsets in (("cu_seqlens", cu), ("cu_seqlens_cpu", cpu)):
-        if offsets is not None and (offsets.device.type == "cpu" or _values_wanted()):
+        if offsets is not None and _readable(offsets):
             _check_offset_values(name, offsets.tolist(), call.q.shape[1])
-    if cpu is not None and (cu.device.type == "cpu" or _values_wanted()) and cu.tolist() != cpu.tolist():
+    if cpu is not None and _readable(cu) and cu.tolist() != cpu.tolist():
         refuse("cu_seqlens_cpu", cpu.tolist(), f"a copy of cu_seqlens = {cu.tolist()}")
 
 
@@ -42,6 +48,40 @@ def _check_offset_values(name: str, offsets: list[int], tokens: int) -> None:
             refuse(f"{name}[{i + 1}]", b, f"at least {name}[{i}] = {a}")
     if offsets[-1] > tokens:
         refuse(f"{name}[-1]", offsets[-1], f"at most T = {tokens}")
+
+
+def _check_slot_contents(call: DecodeCall) -> None:
+    """Slots inside the pool, each used once; numbers of tokens and of accepted ones that the table has columns for."""
+    most = call.columns if call.slots.dim() == 2 else MAX_DECODE_TOKENS
+    lengths = [call.q.shape[1]] * call.sequences if call.cu_seqlens is None else call.cu_seqlens.diff().tolist()
+    for n, length in enumerate(lengths):
+        if length > most:
+            refuse(f"cu_seqlens[{n + 1}] - cu_seqlens[{n}]", length, f"at most {most} new tokens of a sequence")
+    seen: dict[int, str] = {}
+    for n, row in enumerate(call.slots.reshape(call.sequences, call.columns).tolist()):
+        for column, slot in enumerate(row):
+            name = f"slots[{n}]" if call.slots.dim() == 1 else f"slots[{n}, {column}]"
+            if not -1 <= slot < call.state_pool.shape[0]:
+                refuse(name, slot, f"-1 or a slot of state_pool, below {call.state_pool.shape[0]}")
+            if slot >= 0 and slot in seen:
+                refuse(name, slot, f"another slot than {seen[slot]}, or -1: two states cannot share one")
+            seen[slot] = name
+    if call.num_accepted_tokens is not None:
+        for n, count in enumerate(call.num_accepted_tokens.tolist()):
+            if not 1 <= count <= call.columns and bool((call.slots[n] >= 0).any()):
+                refuse(f"num_accepted_tokens[{n}]", count, f"in 1..{call.columns}, the columns of slots")
+
+
+def _live_tokens(call: Call) -> Tensor:
+    """bool `[B, T]`: tokens that belong to a sequence, and in a decode call to one that has a state."""
+    B, T = call.q.shape[:2]
+    rows = torch.arange(B * T, device=call.q.device)
+    sequence = torch.bucketize(rows, call.offsets()[1:], right=True)
+    live = torch.ones(call.sequences + 1, dtype=torch.bool, device=call.q.device)
+    live[-1] = False
+    if isinstance(call, DecodeCall):
+        live[:-1] = call.first_slots() >= 0
+    return live[sequence].view(B, T)
 
 
 def _first(mask: Tensor) -> list[int]:
@@ -61,13 +101,19 @@ def _check_gate_values(call: GateCall) -> None:
 
 
 def _check_values(call: Call) -> None:
-    """What only reading the data can show; rows of no sequence hold anything, and are not read."""
-    tokens = call.q.shape[1] if call.cu_seqlens is None else int(call.cu_seqlens[-1])
+    """What only reading the data can show; tokens and states of no sequence hold anything, and are not read."""
+    live = _live_tokens(call)
+    of_sequences = lambda x: x.masked_fill(~live.view(*live.shape, *[1] * (x.dim() - 2)), 0)  # noqa: E731
     for name in ("q", "k", "v", "beta"):
-        _check_finite(name, getattr(call, name)[:, :tokens])
+        _check_finite(name, of_sequences(getattr(call, name)))
     for name in ("A_log", "dt_bias", "initial_state"):
         _check_finite(name, getattr(call, name))
-    g = call.g[:, :tokens]
+    if isinstance(call, DecodeCall):
+        idle = torch.ones(call.state_pool.shape[0], dtype=torch.bool, device=call.q.device)
+        begun = call.first_slots()
+        idle[begun[begun >= 0]] = False
+        _check_finite("state_pool", call.state_pool.masked_fill(idle.view(-1, 1, 1, 1), 0))
+    g = of_sequences(call.g)
     if call.use_gate_in_kernel:
         _check_finite("g", g)
         return

@@ -1,5 +1,6 @@
 """Authority on what a legal call is: one place, one wording, and every refusal before any kernel runs."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -8,8 +9,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-OFFSET_DTYPES = (torch.int32, torch.int64)
+INDEX_DTYPES = (torch.int32, torch.int64)
+POOL_DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 256
+MAX_DECODE_TOKENS = 8  # new tokens of one sequence in one call
 SAFE_BOUND = -5.0
 PRECISIONS = ("ieee", "tf32")  # of the products of fp32 tensors
 DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
@@ -122,6 +125,36 @@ class GateCall:
     entry = "gate"
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DecodeCall(Call):
+    """One validated call of `kda_decode`: state_pool `[P, HV, K, V]` (`[P, HV, V, K]` V-first), fp32 or bf16, changed
+    in place; slots `[N]` or `[N, S]` and num_accepted_tokens `[N]`, int32 or int64.
+    """
+
+    state_pool: Tensor
+    slots: Tensor
+    num_accepted_tokens: Tensor | None = None
+
+    @property
+    def columns(self) -> int:
+        """S, or 1 where each sequence has one slot."""
+        return 1 if self.slots.dim() == 1 else self.slots.shape[1]
+
+    def slot_table(self) -> Tensor:
+        """int64 `[N, columns]`; what is no slot of the pool is -1."""
+        table = self.slots.reshape(self.sequences, self.columns).long()
+        return table.where((table >= 0) & (table < self.state_pool.shape[0]), -1)
+
+    def first_slots(self) -> Tensor:
+        """int64 `[N]`: the slot of each sequence's state as the call begins; -1 for a sequence that is padding."""
+        if self.num_accepted_tokens is None:
+            return self.slot_table()[:, 0]
+        column = self.num_accepted_tokens.long() - 1
+        inside = (column >= 0) & (column < self.columns)
+        first = self.slot_table().gather(1, column.clamp(0, self.columns - 1)[:, None])[:, 0]
+        return first.where(inside, -1)
+
+
 def validate(call: Call) -> Call:
     """Refuse anything that is not in the contract; returns the call, its numbers as floats."""
     _check_transforms("q")
@@ -131,6 +164,8 @@ def validate(call: Call) -> Call:
     _check_gate_parameters(call.use_gate_in_kernel, call.lower_bound, call.A_log, call.dt_bias, call.g)
     _check_offsets(call)
     _check_state(call)
+    if isinstance(call, DecodeCall):
+        _check_decode(call)
     if type(call.scale) is float and type(call.lower_bound) in (float, type(None)):
         return call
     return replace(call, scale=float(call.scale), lower_bound=_as_float(call.lower_bound))
@@ -283,25 +318,29 @@ def _check_offsets(call: Call) -> None:
         if cpu is not None:
             refuse("cu_seqlens_cpu", "given", "None unless cu_seqlens is given")
         return
-    if not isinstance(cu, Tensor):
-        refuse("cu_seqlens", type(cu).__name__, "a tensor [N + 1]", TypeError)
+    _check_indices("cu_seqlens", cu, "[N + 1]", call.q)
     if cu.dim() != 1 or cu.numel() < 1:
         refuse("cu_seqlens.shape", list(cu.shape), "[N + 1]")
-    if cu.dtype not in OFFSET_DTYPES:
-        refuse("cu_seqlens.dtype", str(cu.dtype).removeprefix("torch."), "int32 or int64", TypeError)
-    if cu.device != call.q.device:
-        refuse("cu_seqlens.device", cu.device, f"{call.q.device}, as the other tensors")
-    _check_layout("cu_seqlens", cu)
     if call.q.shape[0] != 1:
         refuse("q.shape", list(call.q.shape), "[1, T, H, K] when cu_seqlens packs the batch")
     if cpu is not None:
         _check_offsets_copy(cpu, cu)
 
 
+def _check_indices(name: str, x: object, letters: str, like: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        refuse(name, type(x).__name__, f"a tensor {letters}", TypeError)
+    if x.dtype not in INDEX_DTYPES:
+        refuse(f"{name}.dtype", _names((x.dtype,)), "int32 or int64", TypeError)
+    if x.device != like.device:
+        refuse(f"{name}.device", x.device, f"{like.device}, as the other tensors")
+    _check_layout(name, x)
+
+
 def _check_offsets_copy(cpu: object, cu: Tensor) -> None:
     if not isinstance(cpu, Tensor):
         refuse("cu_seqlens_cpu", type(cpu).__name__, "a tensor [N + 1]", TypeError)
-    if cpu.dtype not in OFFSET_DTYPES:
+    if cpu.dtype not in INDEX_DTYPES:
         refuse("cu_seqlens_cpu.dtype", _names((cpu.dtype,)), "int32 or int64", TypeError)
     if cpu.device.type != "cpu":
         refuse("cu_seqlens_cpu.device", cpu.device, "cpu")
@@ -314,3 +353,44 @@ def _check_state(call: Call) -> None:
     if call.initial_state is not None:
         letters = "[N, HV, V, K]" if call.state_v_first else "[N, HV, K, V]"
         _check_tensor("initial_state", call.initial_state, letters, 4, call.state_shape, (torch.float32,), call.q)
+
+
+def _check_decode(call: DecodeCall) -> None:
+    for name in (*DIFFERENTIABLE, "state_pool"):
+        x = getattr(call, name)
+        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+            must = "one without, or the call under torch.no_grad(): states that change in place have no gradients"
+            refuse(name, "a tensor that requires a gradient", must)
+    _check_pool(call)
+    N, T = call.sequences, call.q.shape[1]
+    if call.cu_seqlens is None and not 1 <= T <= MAX_DECODE_TOKENS:
+        refuse("q.shape", list(call.q.shape), f"[B, T, H, K] with T in 1..{MAX_DECODE_TOKENS} new tokens a sequence")
+    slots, accepted = call.slots, call.num_accepted_tokens
+    _check_indices("slots", slots, "[N] or [N, S]", call.q)
+    if slots.dim() not in (1, 2) or slots.shape[0] != N:
+        refuse("slots.shape", list(slots.shape), f"[N] or [N, S] with N = {N}, the number of sequences")
+    least = 1 if call.cu_seqlens is not None else T
+    if slots.dim() == 2 and not least <= slots.shape[1] <= MAX_DECODE_TOKENS:
+        refuse(
+            "slots.shape", list(slots.shape), f"[N, S] with S in {least}..{MAX_DECODE_TOKENS}, a slot for each token"
+        )
+    if accepted is None:
+        return
+    _check_indices("num_accepted_tokens", accepted, "[N]", call.q)
+    if tuple(accepted.shape) != (N,):
+        refuse("num_accepted_tokens.shape", list(accepted.shape), f"[N] = {[N]}")
+    if slots.dim() != 2:
+        refuse("num_accepted_tokens", "given", "None unless slots is [N, S]: a slot for the state after each token")
+
+
+def _check_pool(call: DecodeCall) -> None:
+    pool, letters = call.state_pool, "[P, HV, V, K]" if call.state_v_first else "[P, HV, K, V]"
+    _check_tensor("state_pool", pool, letters, 4, None, POOL_DTYPES, call.q)
+    state = call.state_shape[1:]
+    if tuple(pool.shape[1:]) != state:
+        refuse("state_pool.shape", list(pool.shape), f"{letters} = [P, {', '.join(map(str, state))}]")
+    dense, size = (state[1] * state[2], state[2], 1), math.prod(state)
+    is_dense = all(n == 1 or stride == own for n, stride, own in zip(state, pool.stride()[1:], dense))
+    if not is_dense or (pool.shape[0] > 1 and pool.stride(0) < size):
+        must = f"[s, {', '.join(map(str, dense))}] with s at least {size}: it is changed in place, slot by slot"
+        refuse("state_pool.stride()", list(pool.stride()), must)

@@ -55,9 +55,9 @@ def backward_tile(K: int, V: int) -> Tile:
     return Tile(BK, min(32, max(8, triton.next_power_of_2(V))), max(2, min(BK // 16, 8)))
 
 
-def _constants(call: Call, tile: Tile) -> dict[str, object]:
+def constants(call: Call, tile: Tile) -> dict[str, object]:
+    """What every recurrent kernel is compiled for."""
     return {
-        "interval": call.chunk_size,
         "BK": tile.BK,
         "BV": tile.BV,
         "GATE_IN_KERNEL": call.use_gate_in_kernel,
@@ -101,7 +101,8 @@ def _recurrent_forward(call: Call, keep_states: bool) -> tuple[Tensor, Tensor | 
             HV,
             K,
             V,
-            **_constants(call, tile),
+            interval=call.chunk_size,
+            **constants(call, tile),
         )
     return o, ht, h
 
@@ -151,7 +152,8 @@ def _recurrent_backward(call: Call, h: Tensor, do: Tensor, dht: Tensor | None) -
             HV,
             K,
             V,
-            **_constants(call, tile),
+            interval=call.chunk_size,
+            **constants(call, tile),
         )
     out = {
         "q": query_gradient(call, ROUTE, dq, call.q),

@@ -1,13 +1,12 @@
 """Authority on how a validated call runs: at once, or under torch.compile as one custom operator."""
 
 from dataclasses import fields
-from functools import partial
 
 import torch
 from torch import Tensor, library
 
 from kda import contents, registry
-from kda.contract import DIFFERENTIABLE, Call, GateCall
+from kda.contract import DIFFERENTIABLE, Call, DecodeCall, GateCall
 from kda.registry import AnyCall
 
 # NOTE [Compiled calls]
@@ -16,6 +15,7 @@ from kda.registry import AnyCall
 # arguments goes into the graph; what only the data shows is checked when it runs. Its backward pass is a second
 # operator that has the inputs and the gradients of the results, and nothing else: a route that keeps more in eager mode
 # (states, or stages for `disable_recompute`) computes it again. Kernels, their order and their results are the same.
+# `kda_decode` has no backward pass; its operator is declared to change the pool.
 
 SCHEMA = {
     Tensor: "Tensor",
@@ -27,6 +27,8 @@ SCHEMA = {
     str: "str",
     torch.dtype: "ScalarType",
 }
+OPERATORS: dict[type[AnyCall], str] = {Call: "operator", GateCall: "gate", DecodeCall: "decode"}
+IN_PLACE = "state_pool"
 
 
 def dispatch(call: AnyCall):
@@ -53,9 +55,11 @@ def _arguments(call: AnyCall) -> list:
 
 def _traced(call: AnyCall, route: str):
     """What `_execute` returns, as a node of the graph that is being traced."""
+    results = getattr(torch.ops.kda, OPERATORS[type(call)])(route, *_arguments(call))
+    if isinstance(call, DecodeCall):
+        return results
     if isinstance(call, GateCall):
-        return torch.ops.kda.gate(route, *_arguments(call))[0]
-    results = torch.ops.kda.operator(route, *_arguments(call))
+        return results[0]
     final_state = results[1] if call.output_final_state else None
     h = results[-1].detach() if call.return_intermediate_states else None  # detached, as its gradient would be lost
     return results[0], final_state, h
@@ -87,26 +91,49 @@ def _by_result(call: AnyCall, grads: list[Tensor | None]) -> tuple[Tensor | None
     return grads[0], grads[1] if call.output_final_state else None
 
 
-def _define(name: str, kind: type[AnyCall]) -> None:
-    """Register `kda::<name>` and `kda::<name>_backward` for one kind of call, whose fields are the arguments."""
-    names = [field.name for field in fields(kind)]
-    tensors = [name for name in names if name in (*DIFFERENTIABLE, "cu_seqlens", "cu_seqlens_cpu")]
-    signature = "str route, " + ", ".join(f"{SCHEMA[field.type]} {field.name}" for field in fields(kind))
+def _signature(kind: type[AnyCall]) -> str:
+    formats = {field.name: SCHEMA[field.type] for field in fields(kind)}
+    formats |= {IN_PLACE: "Tensor(a!)"} if IN_PLACE in formats else {}
+    return "str route, " + ", ".join(f"{form} {name}" for name, form in formats.items())
 
-    def forward(route: str, *arguments: object) -> list[Tensor]:
-        call = kind(*arguments)
+
+def _call(kind: type[AnyCall], arguments: tuple) -> AnyCall:
+    return kind(**dict(zip((field.name for field in fields(kind)), arguments)))
+
+
+def _define(kind: type[AnyCall]) -> library.CustomOpDef:
+    """Register the operator of one kind of call, whose fields are the arguments.
+
+    It returns a list; one that changes an argument a tensor, as PyTorch demands of those.
+    """
+    changed = [field.name for field in fields(kind) if field.name == IN_PLACE]
+    returned = (lambda results: results[0]) if changed else (lambda results: results)
+
+    def forward(route: str, *arguments: object) -> list[Tensor] | Tensor:
+        call = _call(kind, arguments)
         contents.check(call)
         with torch.no_grad():
-            return _present(_execute(call, route))
+            return returned(_present(_execute(call, route)))
+
+    schema = f"({_signature(kind)}) -> Tensor{'' if changed else '[]'}"
+    operator = library.custom_op(f"kda::{OPERATORS[kind]}", forward, mutates_args=changed, schema=schema)
+    operator.register_fake(lambda route, *arguments: returned(_fake_results(_call(kind, arguments))))
+    return operator
+
+
+def _define_backward(kind: type[AnyCall], operator: library.CustomOpDef) -> None:
+    """Register `kda::<name>_backward`, and the formula that calls it."""
+    name, names = OPERATORS[kind], [field.name for field in fields(kind)]
+    tensors = [name for name in names if name in (*DIFFERENTIABLE, "cu_seqlens", "cu_seqlens_cpu")]
 
     def backward(grads: list[Tensor | None], wanted: list[str], route: str, *arguments: object) -> list[Tensor]:
-        call = kind(*arguments)
+        call = _call(kind, arguments)
         with torch.no_grad(), torch.cuda.device_of(call.g):
             made = registry.route_named(route).gradients(call, *_by_result(call, grads))
         return [made[name].contiguous() for name in wanted]
 
     def fake_backward(grads: list[Tensor | None], wanted: list[str], route: str, *arguments: object) -> list[Tensor]:
-        call = kind(*arguments)
+        call = _call(kind, arguments)
         return [torch.empty_like(getattr(call, name), memory_format=torch.contiguous_format) for name in wanted]
 
     def keep(ctx, inputs: tuple, output: list[Tensor]) -> None:
@@ -123,15 +150,12 @@ def _define(name: str, kind: type[AnyCall]) -> None:
         made = dict(zip(wanted, made))
         return None, *(made.get(name) for name in names)
 
-    define = partial(library.custom_op, mutates_args=())
-    operator = define(f"kda::{name}", forward, schema=f"({signature}) -> Tensor[]")
-    operator.register_fake(lambda route, *arguments: _fake_results(kind(*arguments)))
     operator.register_autograd(formula, setup_context=keep)
-    adjoint = define(
-        f"kda::{name}_backward", backward, schema=f"(Tensor?[] grads, str[] wanted, {signature}) -> Tensor[]"
-    )
+    schema = f"(Tensor?[] grads, str[] wanted, {_signature(kind)}) -> Tensor[]"
+    adjoint = library.custom_op(f"kda::{name}_backward", backward, mutates_args=(), schema=schema)
     adjoint.register_fake(fake_backward)
 
 
-_define("operator", Call)
-_define("gate", GateCall)
+_define_backward(Call, _define(Call))
+_define_backward(GateCall, _define(GateCall))
+_define(DecodeCall)

@@ -24,8 +24,8 @@ class PrecisionSpec:
     """The rounding points of a route; the harness derives its tolerances from them.
 
     `stages` maps a stage or an output quantity to its format: fp32, tf32 (truncated), tf32_rn (to nearest), bf16, fp16,
-    `io` (the dtype of q, k, v), `g`, `beta` (the dtype of that tensor), or a row of PRODUCTS, which goes by `io` and,
-    where that is fp32, by the call's `precision`. Stages that are not named are fp32.
+    `io` (the dtype of q, k, v), `g`, `beta`, `pool` (the dtype of that tensor), or a row of PRODUCTS, which goes by
+    `io` and, where that is fp32, by the call's `precision`. Stages that are not named are fp32.
     `excuses` names the domains in which the route may lose digits or overflow: `inf_gate`, `large_cumulative_gate`,
     `anchor_span`, `fp16_overflow`; our own routes excuse nothing.
     """

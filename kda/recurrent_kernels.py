@@ -42,6 +42,36 @@ def decay_state(b_S, b_a):
     return tl.where(b_a[:, None] == 0.0, 0.0, b_a[:, None] * b_S)
 
 
+@triton.jit
+def advance_state(b_S, b_k, b_v, b_beta, b_a):
+    """S' = diag(a) S;  S' + beta k (v - S'^T k)^T."""
+    b_S = decay_state(b_S, b_a)
+    b_u = b_beta * (b_v - tl.sum(b_S * b_k[:, None], axis=0))
+    return b_S + b_k[:, None] * b_u[None, :]
+
+
+@triton.jit
+def load_gate_parameters(A_log, dt_bias, i_hv, o_k, m_k, K, BK: tl.constexpr):
+    """A_log and dt_bias of a value head; 0 for what is None."""
+    b_A = 0.0
+    if A_log is not None:
+        b_A = tl.load(A_log + i_hv).to(tl.float32)
+    b_bias = tl.zeros([BK], tl.float32)
+    if dt_bias is not None:
+        b_bias += tl.load(dt_bias + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    return b_A, b_bias
+
+
+@triton.jit
+def state_offsets(o_k, o_v, K, V, V_FIRST: tl.constexpr):
+    """Offsets `[BK, BV]` into a state `[K, V]`, or `[V, K]` V-first."""
+    if V_FIRST:
+        o_S = o_v[None, :] * K + o_k[:, None]
+    else:
+        o_S = o_k[:, None] * V + o_v[None, :]
+    return o_S
+
+
 @triton.jit(do_not_specialize=["H", "HV"])
 def kda_recurrent_fwd_kernel(
     q,
@@ -92,16 +122,8 @@ def kda_recurrent_fwd_kernel(
     m_k = o_k < K
     m_v = o_v < V
     m_S = m_k[:, None] & m_v[None, :]
-    if V_FIRST:
-        o_S = o_v[None, :] * K + o_k[:, None]
-    else:
-        o_S = o_k[:, None] * V + o_v[None, :]
-    b_A = 0.0
-    if A_log is not None:
-        b_A = tl.load(A_log + i_hv).to(tl.float32)
-    b_bias = tl.zeros([BK], tl.float32)
-    if dt_bias is not None:
-        b_bias += tl.load(dt_bias + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    o_S = state_offsets(o_k, o_v, K, V, V_FIRST)
+    b_A, b_bias = load_gate_parameters(A_log, dt_bias, i_hv, o_k, m_k, K, BK)
 
     b_S = tl.zeros([BK, BV], tl.float32)
     if h0 is not None:
@@ -125,9 +147,7 @@ def kda_recurrent_fwd_kernel(
         b_v = tl.load(p_v, mask=m_v, other=0.0).to(tl.float32)
         b_beta = load_beta(p_beta, beta_range, BETA_SIGMOID)
         b_a = load_decay(p_g, b_bias, b_A, lower_bound, m_k, GATE_IN_KERNEL, IS_BOUNDED)
-        b_S = decay_state(b_S, b_a)
-        b_u = b_beta * (b_v - tl.sum(b_S * b_k[:, None], axis=0))
-        b_S = b_S + b_k[:, None] * b_u[None, :]
+        b_S = advance_state(b_S, b_k, b_v, b_beta, b_a)
         b_o = tl.sum(b_S * b_q[:, None], axis=0)
         tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_v)
         p_q += H * K
@@ -205,16 +225,8 @@ def kda_recurrent_bwd_kernel(
         m_k = o_k < K
         m_v = o_v < V
         m_S = m_k[:, None] & m_v[None, :]
-        if V_FIRST:
-            o_S = o_v[None, :] * K + o_k[:, None]
-        else:
-            o_S = o_k[:, None] * V + o_v[None, :]
-        b_A = 0.0
-        if A_log is not None:
-            b_A = tl.load(A_log + i_hv).to(tl.float32)
-        b_bias = tl.zeros([BK], tl.float32)
-        if dt_bias is not None:
-            b_bias += tl.load(dt_bias + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        o_S = state_offsets(o_k, o_v, K, V, V_FIRST)
+        b_A, b_bias = load_gate_parameters(A_log, dt_bias, i_hv, o_k, m_k, K, BK)
 
         b_dS = tl.load(dht + (i_n * HV + i_hv) * K * V + o_S, mask=m_S, other=0.0).to(tl.float32)
         i_slot = tl.load(h_offsets + i_n).to(tl.int64)

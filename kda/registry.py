@@ -15,7 +15,10 @@ from kda.precision import PrecisionSpec
 AnyCall = Call | GateCall
 
 # The order in which routes are asked; the first that does not refuse serves the call.
-ORDER = ("gate", "fused-safe_gate", "fused-unbounded", "chunk-safe_gate", "chunk-unbounded", "recurrent", "torch")
+ORDER = (
+    *("gate", "decode", "fused-safe_gate", "fused-unbounded"),
+    *("chunk-safe_gate", "chunk-unbounded", "recurrent", "torch"),
+)
 INTERPRETED = triton.knobs.runtime.interpret  # fixed at import, as it is for every kernel
 
 
@@ -24,15 +27,16 @@ class Route:
     """One implementation. `verify` returns why it cannot take a call, or None; it is cheap and has no side effects.
 
     `run(call)` is differentiable. `gradients(call, *grads)` computes every gradient, by the name of its argument, from
-    the inputs and the gradients of the results (None where there is none): what a compiled backward pass runs.
+    the inputs and the gradients of the results (None where there is none): what a compiled backward pass runs. None on
+    a route whose entries have no gradients.
     """
 
     id: str
-    entries: frozenset[str]  # of "chunk", "recurrent", "gate"
+    entries: frozenset[str]  # of "chunk", "recurrent", "gate", "decode"
     summary: str
     verify: Callable[[AnyCall], str | None]
     run: Callable[[AnyCall], object]
-    gradients: Callable[..., dict[str, torch.Tensor | None]]
+    gradients: Callable[..., dict[str, torch.Tensor | None]] | None
     precision: PrecisionSpec
 
 

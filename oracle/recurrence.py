@@ -46,10 +46,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Stages:
-    """Formats of a recurrent kernel's rounding points. `update`: of u and the state where they enter a reduction."""
+    """Formats of a recurrent kernel's rounding points. `update`: of u and the state where they enter a reduction;
+    `carried`: of a state as the next token finds it, after its own token's output has read it.
+    """
 
     decay: str = "fp32"
     state: str = "fp32"
+    carried: str = "fp32"
     update: str = "fp32"
     state_grad: str = "fp32"
     update_grad: str = "fp32"
@@ -109,6 +112,8 @@ class _Step:
     def forward(self, t: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(S', r, u, S_t) of token t."""
         k = self.rows.k[:, :, t]
+        if t and self.stages.carried != "fp32":  # else it is rounded already
+            state = self.round("carried", state, self.stages.carried)
         decayed = self.round("decayed", self.decay[:, :, t, :, None] * state)
         residual = self.round("residual", self.rows.v[:, :, t] - self.contract("k_state", k, decayed))
         update = self.round("update", self.beta[:, :, t] * residual, self.stages.update)

@@ -7,7 +7,7 @@ from pathlib import Path
 from harness.mutants.mutant import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
-WITHOUT_CODE = {"slots", "context_parallel"}
+WITHOUT_CODE = {"context_parallel"}
 UNTESTED = {"offsets_32", *WITHOUT_CODE}
 
 

@@ -1,6 +1,14 @@
 """Authority on the catalogue: every mutant, by the part of the sources it is in."""
 
-from harness.mutants import chunk_faults, fused_faults, gate_faults, host_faults, recurrent_faults, state_faults
+from harness.mutants import (
+    chunk_faults,
+    decode_faults,
+    fused_faults,
+    gate_faults,
+    host_faults,
+    recurrent_faults,
+    state_faults,
+)
 from harness.mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -10,4 +18,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *state_faults.MUTANTS,
     *fused_faults.MUTANTS,
     *host_faults.MUTANTS,
+    *decode_faults.MUTANTS,
 )

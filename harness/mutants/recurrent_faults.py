@@ -11,11 +11,11 @@ _forward = lambda before, after: (Patch(KERNELS, before, after, FORWARD),)  # no
 _backward = lambda before, after: (Patch(KERNELS, before, after, BACKWARD),)  # noqa: E731
 
 NORM = "b_x / tl.sqrt(tl.sum(b_x * b_x, axis=0) + L2NORM_EPS)"
-UPDATE = """        b_S = decay_state(b_S, b_a)
-        b_u = b_beta * (b_v - tl.sum(b_S * b_k[:, None], axis=0))
+UPDATE = """    b_S = decay_state(b_S, b_a)
+    b_u = b_beta * (b_v - tl.sum(b_S * b_k[:, None], axis=0))
 """
-LATE_DECAY = """        b_u = b_beta * (b_v - tl.sum(b_S * b_k[:, None], axis=0))
-        b_S = decay_state(b_S, b_a)
+LATE_DECAY = """    b_u = b_beta * (b_v - tl.sum(b_S * b_k[:, None], axis=0))
+    b_S = decay_state(b_S, b_a)
 """
 FINAL = """    if ht is not None:
         tl.store("""
@@ -41,7 +41,7 @@ MUTANTS = (
         "rec-decay-after-prediction",
         "formula",
         "the update is predicted from the state before its decay",
-        _forward(UPDATE, LATE_DECAY),
+        (_kernel(UPDATE, LATE_DECAY, "advance_state"),),
         families=("generic",),
     ),
     Mutant(
@@ -111,14 +111,14 @@ MUTANTS = (
         "rec-state-layout-forward",
         "layout",
         "the forward pass reads and writes V-first states K-first",
-        _forward("o_S = o_v[None, :] * K + o_k[:, None]", "o_S = o_k[:, None] * V + o_v[None, :]"),
+        _forward("state_offsets(o_k, o_v, K, V, V_FIRST)", "state_offsets(o_k, o_v, K, V, False)"),
         families=("generic",),
     ),
     Mutant(
         "rec-state-layout-backward",
         "layout",
         "the backward pass reads V-first states K-first",
-        _backward("o_S = o_v[None, :] * K + o_k[:, None]", "o_S = o_k[:, None] * V + o_v[None, :]"),
+        _backward("state_offsets(o_k, o_v, K, V, V_FIRST)", "state_offsets(o_k, o_v, K, V, False)"),
         families=("generic",),
     ),
     Mutant(
@@ -160,8 +160,8 @@ MUTANTS = (
         "precision",
         "the carried state is rounded to bf16",
         _forward(
-            "b_S = b_S + b_k[:, None] * b_u[None, :]",
-            "b_S = (b_S + b_k[:, None] * b_u[None, :]).to(tl.bfloat16).to(tl.float32)",
+            "b_S = advance_state(b_S, b_k, b_v, b_beta, b_a)",
+            "b_S = advance_state(b_S, b_k, b_v, b_beta, b_a).to(tl.bfloat16).to(tl.float32)",
         ),
         families=("dyadic", "generic"),
     ),

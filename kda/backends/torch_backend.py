@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kda import record, registry
-from kda.contract import DIFFERENTIABLE, Call, GateCall
+from kda.contract import DIFFERENTIABLE, Call, DecodeCall, GateCall
 from kda.once import once_differentiable
 from kda.precision import OUTPUTS, PrecisionSpec
 from kda.recurrent_kernels import L2NORM_EPS
@@ -134,7 +134,7 @@ def run_gate(call: GateCall) -> Tensor:
 def _prepared(call: Call, tokens: int) -> tuple[Tensor, ...]:
     """q, k, v, g, beta of the first `tokens` rows in the working precision, one per value head, options applied."""
     _, _, H, HV, _, _ = call.shape
-    given = (getattr(call, name) for name in DIFFERENTIABLE)
+    given = (getattr(call, name, None) for name in (*DIFFERENTIABLE, "state_pool"))
     double = any(x is not None and x.dtype == torch.float64 for x in given)
     work = lambda x: x[:, :tokens].to(torch.float64 if double else torch.float32)  # noqa: E731
     q, k, v, g, beta = (work(x) for x in (call.q, call.k, call.v, call.g, call.beta))
@@ -203,6 +203,31 @@ def run(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return o.to(call.q.dtype), stored(final) if call.output_final_state else None, h
 
 
+@torch.no_grad()
+def run_decode(call: DecodeCall) -> Tensor:
+    """o of a validated call, whose pool is changed: rounded to its format after every token, as it would be stored.
+
+    Token by token from the start: on a CPU the exponential of a vector is not to the bit that of its elements.
+    """
+    record.note(ROUTE, "decode")
+    pool = call.state_pool.mT if call.state_v_first else call.state_pool
+    rows = {name: getattr(call, name).flatten(0, 1)[None] for name in ("q", "k", "v", "g", "beta")}
+    o = torch.zeros_like(rows["v"], memory_format=torch.contiguous_format)
+    table, first = call.slot_table().tolist(), call.first_slots().tolist()
+    for n, (begin, end) in enumerate(itertools.pairwise(call.offsets().tolist())):
+        if first[n] < 0:
+            continue
+        state = pool[first[n]].contiguous()[None]
+        for t in range(begin, end):
+            token = _prepared(replace(call, **{name: x[:, t : t + 1] for name, x in rows.items()}), 1)
+            o[:, t : t + 1], state, _ = _sequence(*token, state.to(token[0].dtype), None)
+            state = state.to(pool.dtype)
+            slot = table[n][min(t - begin, call.columns - 1)]
+            if slot >= 0 and (t == end - 1 or t - begin < call.columns - 1):
+                pool[slot] = state[0]
+    return o[0].unflatten(0, call.v.shape[:2])
+
+
 def gradients(call: Call | GateCall, *grads: Tensor | None) -> dict[str, Tensor | None]:
     """Every gradient of a validated call by the name of its argument.
 
@@ -225,6 +250,8 @@ def _gradients(call: Call | GateCall, grads: tuple[Tensor | None, ...]) -> dict[
 def _run(call: Call | GateCall) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None]:
     dense = lambda x: None if x is None else _Dense.apply(x)  # noqa: E731
     call = replace(call, **{name: dense(getattr(call, name)) for name in DIFFERENTIABLE if hasattr(call, name)})
+    if isinstance(call, DecodeCall):
+        return run_decode(call)
     return dense(run_gate(call)) if call.entry == "gate" else tuple(map(dense, run(call)))
 
 
@@ -237,7 +264,7 @@ def _verify(call: Call | GateCall) -> str | None:
 registry.register(
     registry.Route(
         id=ROUTE,
-        entries=frozenset({"chunk", "recurrent", "gate"}),
+        entries=frozenset({"chunk", "recurrent", "gate", "decode"}),
         summary="plain PyTorch, every option and float64; for CPU tensors without the interpreter",
         verify=_verify,
         run=_run,

@@ -34,6 +34,7 @@ ENTRIES = {
     "chunk_kda": (*PRECISION, "chunk-safe_gate", "chunk-unbounded", "recurrent"),
     "fused_recurrent_kda": ("recurrent",),
     "fused_kda_gate": ("gate",),
+    "kda_decode": ("decode",),
 }  # the kernels that are asked, in order
 UNKNOWN_BOUND = "needs gates known to be in [-5, 0]: safe_gate or such a lower_bound"
 
@@ -41,6 +42,8 @@ UNKNOWN_BOUND = "needs gates known to be in [-5, 0]: safe_gate or such a lower_b
 def explained(entry: str, dtype: torch.dtype = torch.float32) -> kda.Explanation:
     if entry == "fused_kda_gate":
         return kda.explain(entry, torch.zeros(1, 4, 2, 4, dtype=dtype), torch.zeros(2))
+    if entry == "kda_decode":
+        return kda.explain(entry, **arguments(dtype, state_pool=torch.zeros(2, 2, 4, 3), slots=torch.zeros(1).int()))
     return kda.explain(getattr(kda, entry), **arguments(dtype))
 
 
@@ -199,8 +202,8 @@ def test_explain_launches_nothing_and_raises_as_the_call_would():
     assert launches == []
     with pytest.raises(ValueError, match=r"k.shape is"):
         kda.explain("chunk_kda", **arguments(k=torch.zeros(1, 3, 1, 4)))
-    with pytest.raises(ValueError, match="entry is 'kda_decode'; it must be one of chunk_kda"):
-        kda.explain("kda_decode")
+    with pytest.raises(ValueError, match="entry is 'decode'; it must be one of chunk_kda"):
+        kda.explain("decode")
 
 
 def test_every_route_declares_itself():

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle.recurrence import FP32, LIVE_STATES, Rows, Stages, backward, forward, segment_length
-from oracle.rounding import EXACT, RandomGrids, Rounding, ToFormat
+from oracle.rounding import EXACT, RandomGrids, Rounding, ToFormat, round_to
 
 AGREEMENT = 1e-12  # of a tensor's largest element
 NAMES = ("q", "k", "v", "g", "beta", "state")
@@ -239,8 +239,18 @@ def test_every_stage_has_its_format(stage):
     plain = both(x, do, dstate, rounding=ToFormat())
     coarse = both(x, do, dstate, rounding=ToFormat(), stages=Stages.of({stage: "bf16"}))
     moved = {name for name in plain if not torch.equal(plain[name], coarse[name])}
-    forward_too = stage in ("decay", "state", "update")
+    forward_too = stage in ("decay", "state", "carried", "update")
     assert moved and (("o" in moved) == forward_too), moved
+
+
+def test_a_carried_state_is_rounded_after_its_output_and_before_the_next_token():
+    x = rows(T=2)[0]
+    whole = forward(x, 0.5, ToFormat(), Stages.of({"carried": "bf16"}))
+    cut = lambda t, state: Rows(*(getattr(x, name)[:, :, t : t + 1] for name in NAMES[:5]), state)  # noqa: E731
+    o, state, _ = forward(cut(0, x.state), 0.5, ToFormat())
+    assert torch.equal(whole[0][:, :, :1], o)
+    o, state, _ = forward(cut(1, round_to(state, "bf16")), 0.5, ToFormat())
+    assert torch.equal(whole[0][:, :, 1:], o) and torch.equal(whole[1], state)
 
 
 def test_low_precision_operands_hide_the_accumulation():
