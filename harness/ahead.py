@@ -26,9 +26,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from kda import fused, fused_fwd
+from kda import decode, fused, fused_fwd
 from kda.chunk_bwd import chunk_kda_staged
-from kda.contract import Call
+from kda.contract import Call, DecodeCall
 from kda.fused_recurrent import run as recurrent_run
 
 TABLE = Path(__file__).with_name("ahead.json")
@@ -43,15 +43,24 @@ COSTS = ("registers", "spills", "shared")
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 
 
-def _call(dtype: torch.dtype, entry: str = "chunk", **options: object) -> Call:
-    """A call of everyday shape with everything in it that a kernel may be compiled for."""
-    T, H, K = 128, 2, 128
+def _arguments(dtype: torch.dtype, T: int, H: int = 2, K: int = 128) -> dict[str, object]:
+    """Everything of everyday shape that a kernel may be compiled for, but for the states."""
     wide = lambda *shape: torch.zeros(1, T, H, *shape, dtype=dtype, requires_grad=True)  # noqa: E731
-    state = torch.zeros(1, H, K, K, requires_grad=True)
     raw = {"use_gate_in_kernel": True, "A_log": torch.zeros(H), "dt_bias": torch.zeros(H * K)}
-    flags = dict.fromkeys(("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "output_final_state"), True)
-    x = {"q": wide(K), "k": wide(K), "v": wide(K), "g": wide(K), "beta": wide(), "initial_state": state}
-    return Call(entry, **x, **raw, **flags, scale=K**-0.5, **options)
+    flags = dict.fromkeys(("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel"), True)
+    x = {"q": wide(K), "k": wide(K), "v": wide(K), "g": wide(K), "beta": wide()}
+    return {**x, **raw, **flags, "scale": K**-0.5}
+
+
+def _call(dtype: torch.dtype, entry: str = "chunk", **options: object) -> Call:
+    state = torch.zeros(1, 2, 128, 128, requires_grad=True)
+    return Call(entry, **_arguments(dtype, 128), initial_state=state, output_final_state=True, **options)
+
+
+def _decode_call(dtype: torch.dtype, pool: torch.dtype) -> DecodeCall:
+    states = {"state_pool": torch.zeros(4, 2, 128, 128, dtype=pool), "slots": torch.zeros(1, 4, dtype=torch.int32)}
+    counts = torch.ones(1, dtype=torch.int32)
+    return DecodeCall("decode", **_arguments(dtype, 4), **states, num_accepted_tokens=counts, lower_bound=-5.0)
 
 
 def _both_ways(run: Callable[[Call], tuple], call: Call) -> None:
@@ -76,6 +85,8 @@ CASES: dict[str, Callable[[], None]] = {
     "fused-unbounded-bf16": lambda: _both_ways(
         lambda call: fused.chunk_kda_fused(call, "fused-unbounded"), _call(torch.bfloat16)
     ),
+    "decode-bf16": lambda: decode.run(_decode_call(torch.bfloat16, torch.float32)),
+    "decode-pool-bf16": lambda: decode.run(_decode_call(torch.bfloat16, torch.bfloat16)),
     "recurrent-bf16": lambda: _both_ways(recurrent_run, _call(torch.bfloat16, "recurrent", lower_bound=-5.0)),
 }
 
