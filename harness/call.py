@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from harness.bits import differing_bytes
-from harness.problem import Case, Problem
+from harness.problem import OFFSETS, Case, Problem
 from kda.precision import PrecisionSpec
 from kda.registry import NoRoute
 
@@ -89,6 +89,9 @@ def keywords(case: Case, entry: str) -> dict[str, object]:
         "state_v_first": options.state_v_first,
         "cu_seqlens": inputs.get("cu_seqlens"),
     }
+    if entry == "decode":
+        words.pop("output_final_state")
+        words |= {"step": problem.step, "rejected": problem.rejected, "index_dtype": OFFSETS[problem.offsets]}
     if entry == "chunk":
         words |= {"safe_gate": problem.safe_gate, "chunk_size": problem.chunk_size}
         words |= {"return_intermediate_states": True} if problem.intermediates else {}

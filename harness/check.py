@@ -18,7 +18,7 @@ from harness.call import Route
 from harness.crew import Crew, Job, Settings, processes
 from harness.diagnose import diagnose
 from harness.families import FAMILIES, Family
-from harness.fitting import fitted
+from harness.fitting import drawn_for, fitted
 from harness.isolate import StorageError
 from harness.journal import Journal
 from harness.minimise import minimise
@@ -125,7 +125,7 @@ def _asked(subject: Subject, route: Route, family: Family, device: str) -> bool:
 
     Where one route serves both entries, by the same kernels, the chunk entry is asked what is its own, and in general.
     """
-    if route.entry not in family.entries:
+    if drawn_for(route.entry) not in family.entries:
         return False
     if family.gpu_only and (device == "cpu" or route.id == "torch"):
         return False
@@ -140,7 +140,9 @@ def tasks_of(route: str, entry: str, family: Family, profile: Profile, seed: int
         if problem is not None:
             yield Task(route, family.name, problem, True, family.gpu_only)
     if not family.gpu_only:
-        for drawn in draw(family, entry, profile.generated * family.weight, seed, 66 if device != "cpu" else 34):
+        for drawn in draw(
+            family, drawn_for(entry), profile.generated * family.weight, seed, 66 if device != "cpu" else 34
+        ):
             problem = fitted(drawn, route, entry)
             if problem is not None:
                 yield Task(route, family.name, problem, False)

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from harness.problem import Problem
+from harness.problem import STATE_DTYPES, Problem
 
 FUSED_WIDTHS = (64, 128, 256)
+SCHEDULES = ((3, 1), (8, 0), (1, 0), (2, 3), (1, 7))  # tokens of a call, and drafts after them ...
+LONG, SPARING = 70, (7, 1)  # ... and for longer sequences, since each call is a launch
 
 
 def for_bounded_gates(problem: Problem) -> Problem | None:
@@ -42,12 +44,27 @@ def fit(route_id: str, problem: Problem) -> Problem | None:
     return nearest
 
 
+def for_decoding(problem: Problem) -> Problem:
+    """Decoded call by call; how many tokens a call, how many drafts and in which pool goes by the problem."""
+    turn = sum(problem.lengths) + problem.seed
+    short = max(problem.lengths, default=0) <= LONG
+    (step, rejected), states = SCHEDULES[turn % len(SCHEDULES)] if short else SPARING, STATE_DTYPES[turn // 2 % 2]
+    state = {"initial_state": True, "final_state": True, "h0": problem.h0 if problem.initial_state else "zeros"}
+    calls = {"step": step, "rejected": rejected, "state_dtype": states}
+    return replace(problem, entry="decode", loss="none", **state, **calls)
+
+
+def drawn_for(entry: str) -> str:
+    """The entry that problems are drawn for: whole sequences are decoded as they are written for the recurrent one."""
+    return "recurrent" if entry == "decode" else entry
+
+
 def fitted(problem: Problem, route_id: str, entry: str) -> Problem | None:
-    """A problem for a route that can take it; one written for the recurrent entry goes to the chunk entry too."""
+    """A problem for a route that can take it; one written for the recurrent entry goes to chunk and decode too."""
     if problem.entry != entry:
-        if problem.entry != "recurrent" or entry != "chunk":
+        if problem.entry != "recurrent" or entry not in ("chunk", "decode"):
             return None
-        problem = replace(problem, entry="chunk")
+        problem = replace(problem, entry="chunk") if entry == "chunk" else for_decoding(problem)
     return fit(route_id, problem)
 
 

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from harness import patterns
+from kda.contract import MAX_DECODE_TOKENS
 from oracle.operator import Options
 
-ENTRIES = ("recurrent", "chunk", "gate")
+ENTRIES = ("recurrent", "chunk", "gate", "decode")
 GATES = ("pregated", "softplus", "lower_bound")
 LOSSES = ("both", "o", "state", "none")
 PRECISIONS = ("ieee", "tf32")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STATE_DTYPES = ("fp32", "bf16")
 OFFSETS = {"int64": torch.int64, "int32": torch.int32}
 STREAMS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "h0", "do", "dht")  # place = stream of the seed: only append
 MAX_JSON_BYTES = 2**20
@@ -75,7 +77,8 @@ class Problem:
     """An input of the operator in plain scalars and names, structure first; the defaults are the simplest one there is.
 
     `lengths`: one per sequence; equal ones make a dense batch unless `packed`. `tail`: tokens after the last packed
-    sequence. HV = heads * group. `loss`: which outputs gradients come from.
+    sequence. HV = heads * group. `loss`: which outputs gradients come from. Of entry 'decode' (`harness.serving`):
+    `state_dtype` of the pool; each call takes `step` tokens of a sequence and `rejected` drafts after them.
     """
 
     entry: str = "recurrent"
@@ -113,6 +116,9 @@ class Problem:
     h0: str = "ones"
     do: str = "ones"
     dht: str = "ones"
+    state_dtype: str = "fp32"
+    step: int = 1
+    rejected: int = 0
     seed: int = 0
     edits: tuple[Edit, ...] = ()
 
@@ -151,7 +157,7 @@ class Problem:
 
     def _faults_of_modes(self) -> Iterator[Fault]:
         menus = {"entry": ENTRIES, "gate": GATES, "loss": LOSSES, "precision": PRECISIONS}
-        menus |= {"dtype": DTYPES, "gate_dtype": DTYPES, "offsets": OFFSETS}
+        menus |= {"dtype": DTYPES, "gate_dtype": DTYPES, "offsets": OFFSETS, "state_dtype": STATE_DTYPES}
         for name, menu in menus.items():
             if not isinstance(getattr(self, name), str) or getattr(self, name) not in menu:
                 yield name, getattr(self, name), f"one of {', '.join(menu)}"
@@ -170,8 +176,22 @@ class Problem:
             yield "intermediates", True, "False, unless entry is 'chunk'"
         if self.precision != "ieee" and (self.entry, self.dtype) != ("chunk", "fp32"):
             yield "precision", self.precision, "'ieee', unless entry is 'chunk' and dtype is 'fp32'"
+        yield from self._faults_of_decoding()
         if self.scale is not None and not (_is_number(self.scale) and math.isfinite(self.scale)):
             yield "scale", self.scale, "a finite number, or None"
+
+    def _faults_of_decoding(self) -> Iterator[Fault]:
+        most = MAX_DECODE_TOKENS
+        if not (_is_integer(self.step, 1, most) and _is_integer(self.rejected, 0, most - self.step)):
+            yield "step", (self.step, self.rejected), f"a count from 1 that makes at most {most} with rejected, from 0"
+        if self.entry != "decode":
+            for field in fields(self):
+                if field.name in ("state_dtype", "step", "rejected") and getattr(self, field.name) != field.default:
+                    yield field.name, getattr(self, field.name), f"{field.default!r}, unless entry is 'decode'"
+            return
+        for name, must in (("initial_state", True), ("final_state", True), ("loss", "none")):
+            if getattr(self, name) != must:
+                yield name, getattr(self, name), f"{must!r} with entry='decode'"
 
     def _faults_of_values(self) -> Iterator[Fault]:
         for name, menu in self.menus().items():
@@ -307,6 +327,7 @@ def materialise(problem: Problem, device: torch.device | str = "cpu") -> Case:
     io, gate_dtype = DTYPES[problem.dtype], DTYPES[problem.gate_dtype]
     dtypes = dict.fromkeys(("q", "k", "v", "beta", "do"), io) | {"g": gate_dtype}
     dtypes |= {} if problem.entry != "gate" else {"do": torch.float32}
+    dtypes |= {"initial_state": DTYPES[problem.state_dtype]}
     made = {}
     for name in streams(problem):
         values = values_of(problem, name)

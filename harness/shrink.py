@@ -72,6 +72,9 @@ def _changes(problem: Problem) -> Iterator[dict[str, object]]:
         yield {name: "fp32"}
     yield {"precision": "ieee"}
     yield {"scale": None}
+    yield {"rejected": 0}
+    yield {"step": 1}
+    yield {"state_dtype": "fp32"}
     yield {"seed": 0}
     yield from _plainer_patterns(problem)
     for index in range(len(problem.edits)):

@@ -15,11 +15,15 @@ from torch import Tensor
 from harness import fitting
 from harness.call import DIFFERENTIABLE, Route, keywords
 from harness.problem import Case, Problem
+from harness.serving import Served
 from kda.precision import PrecisionSpec
 
 __all__ = ["DIFFERENTIABLE", "Route", "Subject", "keywords", "known_subjects", "load_subject", "own_subject"]
 
-ENTRY_OF_NAME = {"chunk_kda": "chunk", "fused_recurrent_kda": "recurrent", "fused_kda_gate": "gate"}
+ENTRY_OF_NAME = {
+    **{"chunk_kda": "chunk", "fused_recurrent_kda": "recurrent", "fused_kda_gate": "gate"},
+    "kda_decode": "decode",
+}
 ENTRY_POINTS = "kda.subjects"
 
 
@@ -50,6 +54,7 @@ def own_subject() -> Subject:
     """kda's own routes, each forced, with the launch record as proof."""
     import kda
     from kda.chunk_fwd import SAFE_GATE, UNBOUNDED, anchored
+    from kda.decode import PRECISION as DECODE_PRECISION
     from kda.gate import PRECISION as GATE_PRECISION
 
     def proving(route_id: str) -> Callable[[], AbstractContextManager]:
@@ -61,16 +66,20 @@ def own_subject() -> Subject:
         return forced_and_recorded
 
     functions = {"chunk": kda.chunk_kda, "recurrent": kda.fused_recurrent_kda, "gate": kda.fused_kda_gate}
+    specs = {"gate": GATE_PRECISION, "decode": DECODE_PRECISION}
     routes = []
     for route in kda.routes():
-        for entry in sorted(route.entries & functions.keys()):
-            spec = GATE_PRECISION if entry == "gate" else route.precision
+        for entry in sorted(route.entries):
+            spec = specs.get(entry, route.precision)
             bounded = _wants_bounded if anchored(route.id) else _takes_all
             lacks = _and(fitting.lacks_fused, bounded) if route.id.startswith("fused") else bounded
+            shown = {"context": proving(route.id), "invariant": route.id != "torch"}
+            if entry == "decode":
+                routes.append(Route(route.id, entry, Served(kda.kda_decode), spec, differentiable=False, **shown))
+                continue
             function, origin = functions[entry], f"kda:{functions[entry].__name__}"
             stages = _staged(route.id) if entry == "chunk" and route.id in (SAFE_GATE, UNBOUNDED) else None
-            shown = {"context": proving(route.id), "invariant": route.id != "torch", "origin": origin, "stages": stages}
-            routes.append(Route(route.id, entry, function, spec, lacks, **shown))
+            routes.append(Route(route.id, entry, function, spec, lacks, origin=origin, stages=stages, **shown))
     return Subject("kda", _version("kda-harness"), tuple(routes), foreign=False)
 
 
@@ -116,6 +125,7 @@ def foreign_specs() -> dict[str, PrecisionSpec]:
         "chunk-unbounded": PrecisionSpec("chunk", chunk, diagonal="pair", inverse="substitution"),
         "recurrent": PrecisionSpec("recurrent", {"o": "io", "ht": "fp32"}),
         "gate": PrecisionSpec("gate", {}),
+        "decode": PrecisionSpec("recurrent", {"o": "io", "ht": "pool", "carried": "pool"}),
     }
 
 
@@ -139,7 +149,8 @@ def _accepts(function: Callable) -> Callable[[Problem], str | None]:
                 "allow_neg_eigval": problem.neg_eigval,
                 "state_v_first": problem.v_first,
                 "cu_seqlens": problem.packed,
-                "initial_state": problem.initial_state,
+                "initial_state": problem.initial_state and problem.entry != "decode",
+                "num_accepted_tokens": problem.rejected > 0,
             }
         if problem.entry == "chunk":
             needed |= {
@@ -201,7 +212,9 @@ def signature_subject(
             routes.append(Route("chunk-safe_gate", entry, known, declared or specs["chunk-safe_gate"], safe, **shown))
             routes.append(Route("chunk-unbounded", entry, known, declared or specs["chunk-unbounded"], free, **shown))
         else:
-            differentiable = getattr(function, "differentiable", True)
+            differentiable = entry != "decode" and getattr(function, "differentiable", True)
+            if entry == "decode":
+                known, shown = Served(known), {}
             routes.append(Route(entry, entry, known, declared or specs[entry], lacks, differentiable, **shown))
     return Subject(name, version, tuple(routes))
 
@@ -235,6 +248,8 @@ def _entry_of(function: Callable) -> str | None:
     if named:
         return named
     if {"q", "k", "v", "g", "beta"} <= parameters:
+        if {"state_pool", "slots"} <= parameters:
+            return "decode"
         return "chunk" if parameters & {"chunk_size", "safe_gate"} else "recurrent"
     return "gate" if {"g", "A_log"} <= parameters else None
 

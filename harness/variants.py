@@ -287,6 +287,12 @@ def _watched() -> Iterator[None]:
         yield
 
 
+def _taken_back(case: Case) -> Case:
+    """With drafts that are rejected where there were none, and without them where there were."""
+    problem = case.problem
+    return _with(case, {}, step=min(problem.step, 4), rejected=0 if problem.rejected else 3)
+
+
 def _interpreted(problem: Problem) -> bool:
     return bool(triton.knobs.runtime.interpret)
 
@@ -424,6 +430,18 @@ VARIANTS: Mapping[str, Variant] = {
             lambda problem: problem.heads > 1,
             _last_head,
             _of_last_head,
+        ),
+        Variant(
+            "one_token_a_call",
+            "decoding tokens together or one by one gives the same",
+            lambda problem: problem.step > 1,
+            lambda case: _with(case, {}, step=1),
+        ),
+        Variant(
+            "drafts",
+            "drafts that are rejected leave no trace",
+            lambda problem: problem.entry == "decode",
+            _taken_back,
         ),
     )
 }

@@ -59,6 +59,17 @@ _DIFFICULT = replace(
     A_log=None,
     dt_bias=None,
 )
+# What serving is made of: one call, of one new token, of four, or of one with three drafts whose states are kept too.
+_DECODE = replace(
+    _H32,
+    entry="decode",
+    lengths=(1,) * 64,
+    safe_gate=False,
+    loss="none",
+    initial_state=True,
+    h0="gauss",
+    offsets="int32",
+)
 _REPEATED = {"k": "repeated", "g": "zeros", "beta_sigmoid": False}
 
 CASES: Mapping[str, Problem] = {
@@ -76,6 +87,17 @@ CASES: Mapping[str, Problem] = {
     **{
         f"T8192-H32-K{K}-V{V}": replace(_H32, K=K, V=V)
         for K, V in ((64, 64), (256, 256), (128, 256), (128, 64), (64, 128), (256, 128))
+    },
+    **{f"decode-B{B}-H32": replace(_DECODE, lengths=(1,) * B) for B in (1, 8, 64, 256)},
+    **{
+        f"decode-B{B}-H32-{name}": replace(_DECODE, lengths=(changes.get("step", 1),) * B, **changes)
+        for B in (64, 256)
+        for name, changes in {
+            "bf16_pool": {"state_dtype": "bf16"},
+            "v_first": {"v_first": True},
+            "T4": {"step": 4},
+            "drafts3": {"rejected": 3},
+        }.items()
     },
     "difficult-random": _DIFFICULT,
     "difficult-saturated_gate": replace(_DIFFICULT, g="bound"),
@@ -116,8 +138,11 @@ def _repeated(name: str, x: Tensor, times: int) -> Tensor:
 def bytes_that_must_move(case: Case, mode: str) -> int:
     """Every tensor of the call once: inputs and outputs, and in forward_backward the gradients that arrive and leave.
 
-    What a kernel saves, recomputes or reads twice is not counted.
+    What a kernel saves, recomputes or reads twice is not counted. A decode case is one call, which reads one state of
+    each sequence and writes those that have a slot.
     """
+    if case.problem.entry == "decode":
+        return _bytes_of_one_call(case)
     arriving = ("do", "dht")
     inputs = {name: x for name, x in case.inputs.items() if name not in arriving}
     moved = sum(x.nbytes for x in inputs.values()) + inputs["v"].nbytes
@@ -127,3 +152,13 @@ def bytes_that_must_move(case: Case, mode: str) -> int:
     if mode == "forward_backward":
         moved += sum(x.nbytes for name, x in case.inputs.items() if name != "cu_seqlens")
     return moved
+
+
+def _bytes_of_one_call(case: Case) -> int:
+    problem, inputs = case.problem, case.inputs
+    tokens = problem.step + problem.rejected
+    by_token = ("q", "k", "v", "g", "beta")
+    rows = sum(inputs[name].nbytes for name in by_token) + inputs["v"].nbytes
+    parameters = sum(inputs[name].nbytes for name in ("A_log", "dt_bias") if inputs.get(name) is not None)
+    states = 1 + (tokens if problem.rejected else 1)
+    return rows * tokens // problem.step + parameters + states * inputs["initial_state"].nbytes

@@ -86,7 +86,6 @@ class Bench:
     def run(self, chosen: dict[str, Problem], copy_rate: float) -> int:
         given = self.arguments
         found, missing = subjects(given.subjects)
-        entrants = contenders(found, given.routes)
         asked = {"subjects": given.subjects, "routes": given.routes, "modes": given.modes, **asdict(self.settings)}
         self.document = Document(results.environment(self.device), asked, copy_rate, skipped=missing)
         say(self.console, f"{self.document.env['device']}, a copy moves {copy_rate / 1e12:.2f} TB/s")
@@ -98,7 +97,7 @@ class Bench:
                     self._leave(f"the budget is spent, before {name}")
                     break
                 try:
-                    self._case(name, problem, entrants)
+                    self._case(name, problem, contenders(found, given.routes, problem.entry))
                 except torch.OutOfMemoryError as error:
                     self._leave(f"{name} does not fit: {error}")
         except KeyboardInterrupt:

@@ -13,9 +13,9 @@ from harness.bench.document import Skipped
 from harness.bench.timing import Call
 from harness.call import DIFFERENTIABLE, Route, keywords
 from harness.problem import Case
+from harness.serving import one_call
 from harness.subject import Subject, load_subject
 
-ENTRY = "chunk"  # of every case
 REFERENCE_ROUTE = "torch"  # no kernel, and minutes at these lengths: only where it is asked for by name
 
 
@@ -40,14 +40,14 @@ def subjects(names: str) -> tuple[list[Subject], list[Skipped]]:
     return found, missing
 
 
-def contenders(subjects: Iterable[Subject], routes: str) -> list[Contender]:
-    """Every chunk route of the subjects; of our own those that match the glob `routes`."""
+def contenders(subjects: Iterable[Subject], routes: str, entry: str = "chunk") -> list[Contender]:
+    """Every route of the subjects that serves `entry`; of our own those that match the glob `routes`."""
     made = []
     for subject in subjects:
         for route in subject.routes:
             own = not subject.foreign
             wanted = fnmatch.fnmatch(route.id, routes) and (route.id != REFERENCE_ROUTE or routes == REFERENCE_ROUTE)
-            if route.entry != ENTRY or (own and not wanted):
+            if route.entry != entry or (own and not wanted):
                 continue
             forced = (lambda route_id=route.id: kda.force_route(route_id)) if own else contextlib.nullcontext
             made.append(Contender(f"{subject.name} {route.id}", subject, route, forced))
@@ -60,7 +60,7 @@ def refusal(contender: Contender, case: Case, mode: str) -> str | None:
     if mode == "forward_backward" and not route.differentiable:
         return "has no gradients"
     reason = route.lacks(case.problem)
-    if reason or contender.subject.foreign:
+    if reason or contender.subject.foreign or route.entry == "decode":
         return reason
     with contender.forced():
         tensors = {name: case.inputs[name] for name in DIFFERENTIABLE if case.inputs.get(name) is not None}
@@ -69,7 +69,10 @@ def refusal(contender: Contender, case: Case, mode: str) -> str | None:
 
 
 def timed_call(contender: Contender, case: Case, mode: str) -> Call:
-    """The call to time, its arguments made beforehand; gradients are those of the outputs that `do` and `dht` meet."""
+    """The call to time, its arguments made beforehand; gradients are those of the outputs that `do` and `dht` meet.
+
+    Of decoding the first call, again and again on one pool.
+    """
     gradients = mode == "forward_backward"
     words, function = keywords(case, contender.route.entry), contender.route.function
     tensors = {
@@ -77,6 +80,8 @@ def timed_call(contender: Contender, case: Case, mode: str) -> Call:
         for name in DIFFERENTIABLE
         if case.inputs.get(name) is not None
     }
+    if contender.route.entry == "decode":
+        return one_call(function.decode, **tensors, **words)
     arriving = [(i, case.inputs[name]) for i, name in enumerate(("do", "dht")) if case.inputs.get(name) is not None]
     leaves, upstream = list(tensors.values()), [x for _, x in arriving]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from harness.check import Task, tasks_of
 from harness.families import FAMILIES
+from harness.fitting import drawn_for
 from harness.isolate import overlaid
 from harness.mutants.mutant import SOURCES, Mutant, Trial
 from harness.profiles import Profile
@@ -40,7 +41,7 @@ LIKELY_FORMS = {
 
 def held_against(mutant: Mutant, seed: int, device: str) -> Iterator[Task]:
     """The problems of a trial: all of the families likeliest to show the fault, then the others, family by turns."""
-    able = [f for f in FAMILIES if mutant.entry in f.entries and not f.gpu_only]
+    able = [f for f in FAMILIES if drawn_for(mutant.entry) in f.entries and not f.gpu_only]
     likely = sorted((f for f in able if f.name in mutant.families), key=lambda f: mutant.families.index(f.name))
     for group in ([*likely], [f for f in able if f not in likely]):
         queues = [tasks_of(mutant.route, mutant.entry, family, GENERATED, seed, device) for family in group]

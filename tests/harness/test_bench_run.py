@@ -22,6 +22,7 @@ from harness.problem import materialise
 from oracle.operator import evaluate
 
 SMALL = replace(cases.CASES["k3-T8192-H96"], lengths=(5,), heads=2, K=8, V=4)
+DECODE = replace(cases.CASES["decode-B64-H32"], lengths=(1, 1), heads=2, K=8, V=4)
 RIGHT_SUBJECT, WRONG_SUBJECT = "tests.harness.subjects:right", "tests.harness.subjects:wrong"
 
 
@@ -63,6 +64,34 @@ def test_bytes_that_must_move():
     forward = inputs + 5 * 2 * 2 * 4 + 4 * 2 * 8 * 4
     assert cases.bytes_that_must_move(case, "forward") == forward
     assert cases.bytes_that_must_move(case, "forward_backward") == forward + inputs + 5 * 2 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    "changes, tokens, states", [({}, 1, 2), ({"rejected": 3}, 4, 5), ({"step": 4, "lengths": (4, 4)}, 4, 2)]
+)
+def test_bytes_that_one_call_of_decoding_must_move(changes, tokens, states):
+    case = cases.tensors(replace(DECODE, **changes), "cpu")
+    token = 2 * (8 + 8 + 4 + 8 + 1 + 4)  # of one head: q, k, v, g, beta and o in bf16
+    expected = 2 * 2 * tokens * token + 4 * (2 + 2 * 8) + states * 2 * 2 * 8 * 4 * 4
+    assert cases.bytes_that_must_move(case, "forward") == expected
+
+
+@pytest.mark.parametrize("route", ["torch", "decode"])
+def test_decoding_is_timed_a_call_at_a_time(route):
+    case = cases.tensors(replace(DECODE, rejected=2), "cpu")
+    (ours,) = contenders.contenders(contenders.subjects("kda")[0], route, "decode")
+    work = ([ours], Told(), Settings(rounds=1, round_ms=1e-9), Truth.of(case, 2, gradients=False))
+    ((row,), skipped) = measure("small", case, "forward", *work)
+    assert skipped == [] and set(row.errors) == {"o", "ht"} and max(row.errors.values()) < 2**-8
+    assert measure("small", case, "forward_backward", *work)[1][0].reason == "has no gradients"
+    with contenders.conditions(ours, "forward"), kda.record_launches() as launches:
+        o = contenders.timed_call(ours, case, "forward")()
+    assert o.shape == (2, 3, 2, 4) and {launch.route for launch in launches} == {route}
+
+
+def test_decode_cases_are_one_call():
+    decoded = [problem for problem in cases.CASES.values() if problem.entry == "decode"]
+    assert decoded and all(set(problem.lengths) == {problem.step} for problem in decoded)
 
 
 @pytest.mark.parametrize(

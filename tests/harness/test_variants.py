@@ -10,8 +10,10 @@ from harness import variants
 from harness.agreement import violations
 from harness.call import Route
 from harness.families import ORDINARY, family
+from harness.fitting import for_decoding
 from harness.problem import Problem, materialise
 from harness.runner import Runner
+from harness.serving import Served
 from harness.subject import Subject, own_subject
 from harness.variants import VARIANTS, applicable
 from harness.verdict import judge
@@ -31,10 +33,12 @@ DENSE = replace(
 GATE = Problem(
     entry="gate", lengths=(9,), heads=2, K=3, g="gauss", gate="softplus", A_log="gauss", dt_bias="gauss", do="gauss"
 )
+DECODE = replace(for_decoding(PACKED), step=2)
+DENSE_DECODE = replace(for_decoding(DENSE), step=3, rejected=2, state_dtype="bf16")
 
 
 def our_route(problem: Problem) -> Route:
-    return own_subject().route("gate" if problem.entry == "gate" else "recurrent", problem.entry)
+    return own_subject().route("recurrent" if problem.entry == "chunk" else problem.entry, problem.entry)
 
 
 @functools.cache
@@ -56,7 +60,11 @@ def test_variant_tells_on_what_it_is_there_for(name):
     assert {(v.klass, v.statistic) for v in violations(variant, case, first, second)} == {("BUG", name)}
 
 
-@pytest.mark.parametrize("problem", [PACKED, DENSE, GATE], ids=["packed", "dense", "gate"])
+@pytest.mark.parametrize(
+    "problem",
+    [PACKED, DENSE, GATE, DECODE, DENSE_DECODE],
+    ids=["packed", "dense", "gate", "decode-packed", "decode-dense"],
+)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant_holds_for_our_kernels(problem, name):
     route, variant, case = our_route(problem), VARIANTS[name], materialise(problem)
@@ -67,7 +75,7 @@ def test_variant_holds_for_our_kernels(problem, name):
 
 
 def test_every_variant_applies_to_some_problem():
-    assert all(any(variant.applies(problem) for problem in (PACKED, DENSE)) for variant in VARIANTS.values())
+    assert all(any(variant.applies(problem) for problem in (PACKED, DENSE, DECODE)) for variant in VARIANTS.values())
 
 
 def test_routes_that_promise_nothing_are_held_to_universal_forms_only():
@@ -75,6 +83,40 @@ def test_routes_that_promise_nothing_are_held_to_universal_forms_only():
     assert {variant.name for variant in applicable(foreign, PACKED)} == {
         name for name, variant in VARIANTS.items() if variant.universal
     }
+
+
+def keeps_every_draft(decode):
+    """The counts of accepted tokens are not read: the next call begins from the last draft."""
+
+    def function(slots, num_accepted_tokens=None, **rest):
+        counts = None if num_accepted_tokens is None else torch.full_like(num_accepted_tokens, slots.shape[1])
+        return decode(slots=slots, num_accepted_tokens=counts, **rest)
+
+    return function
+
+
+def rounds_at_the_end_of_a_call(decode):
+    """States go from token to token of a call in fp32, whatever the pool."""
+
+    def function(state_pool, slots, **rest):
+        wide = state_pool.float()
+        o = decode(state_pool=wide, slots=slots, **rest)
+        kept = slots[slots >= 0]
+        state_pool[kept] = wide[kept].to(state_pool.dtype)
+        return o
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "wrong, name", [(keeps_every_draft, "drafts"), (rounds_at_the_end_of_a_call, "one_token_a_call")]
+)
+def test_forms_of_decoding_tell_on_what_they_are_there_for(wrong, name):
+    problem = replace(DENSE_DECODE, step=2, rejected=0)
+    route, variant, case = our_route(problem), VARIANTS[name], materialise(problem)
+    faulty = replace(route, function=Served(wrong(route.function.decode)))
+    first, second = (variants.run(faulty, case, form).outputs for form in (None, variant))
+    assert {(v.klass, v.statistic) for v in violations(variant, case, first, second)} == {("BUG", name)}
 
 
 @pytest.mark.parametrize("isolated", [False, True], ids=["here", "child"])
