@@ -75,7 +75,8 @@ def own_subject() -> Subject:
             lacks = _and(fitting.lacks_fused, bounded) if route.id.startswith("fused") else bounded
             shown = {"context": proving(route.id), "invariant": route.id != "torch"}
             if entry == "decode":
-                routes.append(Route(route.id, entry, Served(kda.kda_decode), spec, differentiable=False, **shown))
+                shown |= {"origin": "kda:kda_decode", "differentiable": False}
+                routes.append(Route(route.id, entry, Served(kda.kda_decode), spec, **shown))
                 continue
             function, origin = functions[entry], f"kda:{functions[entry].__name__}"
             stages = _staged(route.id) if entry == "chunk" and route.id in (SAFE_GATE, UNBOUNDED) else None
@@ -214,7 +215,7 @@ def signature_subject(
         else:
             differentiable = entry != "decode" and getattr(function, "differentiable", True)
             if entry == "decode":
-                known, shown = Served(known), {}
+                known = Served(known)
             routes.append(Route(entry, entry, known, declared or specs[entry], lacks, differentiable, **shown))
     return Subject(name, version, tuple(routes))
 

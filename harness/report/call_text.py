@@ -1,5 +1,7 @@
 """Authority on how a problem's call is written down: the lines that a user of the kernel would write."""
 
+import torch
+
 from harness.call import DIFFERENTIABLE, Route, keywords
 from harness.problem import Case, Problem
 from harness.results import Finding
@@ -7,7 +9,12 @@ from harness.variants import VARIANTS
 
 TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
 STREAM_OF = {"initial_state": "h0"}
-DEFAULTS = {"chunk_size": 64}  # and False or None for every other keyword
+DEFAULTS = {
+    "chunk_size": 64,
+    "step": 1,
+    "rejected": 0,
+    "index_dtype": torch.int64,
+}  # and False or None for every other keyword
 
 
 def target(route: Route) -> tuple[str, str]:
@@ -28,8 +35,10 @@ def call_lines(case: Case, route: Route) -> list[str]:
     names = [name for name in TENSORS if case.inputs.get(name) is not None]
     arguments = [f"{name}={name}" for name in names]
     arguments += [f"{name}={value!r}" for name, value in given_keywords(case, route).items()]
-    results = "g_out" if route.entry == "gate" else "o, ht, *rest"
-    lines = [f"{results} = {target(route)[1]}(", *(f"    {argument}," for argument in arguments), ")"]
+    results, function = {"gate": "g_out", "decode": "o, ht"}.get(route.entry, "o, ht, *rest"), target(route)[1]
+    if route.entry == "decode":
+        function, arguments = "harness.serving.serve", [function, *arguments]
+    lines = [f"{results} = {function}(", *(f"    {argument}," for argument in arguments), ")"]
     if case.problem.gradients and route.differentiable:
         first = "g_out" if route.entry == "gate" else "o"
         roots = [(x, d) for x, d in ((first, "do"), ("ht", "dht")) if case.inputs.get(d) is not None]

@@ -24,12 +24,12 @@ OUTPUTS = ("o", "ht", "h")
 
 def script(made: Diagnosis, case: Case) -> str | None:
     """The text of reproduce.py; None where the inputs are too large to embed, the function is not importable, or the
-    failure is in a form of the call that only the harness can make.
+    failure is in a form of the call that only the harness can make, as are all calls that serve a decode problem.
     """
     module, expression = target(made.route)
     tensors = given_tensors(case)
     size = sum(x.numel() * x.element_size() for x in tensors.values())
-    if not module or made.finding.variant in NEEDS_HARNESS:
+    if not module or made.route.entry == "decode" or made.finding.variant in NEEDS_HARNESS:
         return None
     form = form_of_call(made, case) if made.finding.variant else None
     if size + (form.size if form else 0) > EMBEDDED_BYTES:

@@ -11,9 +11,9 @@ import triton
 import kda
 from harness import interpreter, verdict
 from harness.bits import differing_bytes
-from harness.call import keywords
+from harness.call import NotCovered, call, keywords
 from harness.problem import DTYPES, Case, Problem, materialise
-from harness.serving import serve
+from harness.subject import own_subject
 from kda import decode, fused_recurrent
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -22,6 +22,7 @@ each_route = pytest.mark.parametrize("route", ROUTES)
 each_pool = pytest.mark.parametrize("pool", ["fp32", "bf16"])
 TOKENS = ("q", "k", "v", "g", "beta")
 PLAIN = Problem(
+    entry="decode",
     lengths=(5, 5),
     heads=2,
     group=2,
@@ -65,29 +66,20 @@ OPTIONS = {
 
 
 def case_of(device: str, pool: str = "fp32", **changes: object) -> Case:
-    """A problem's tensors, its initial states in the format of the pool."""
-    case = materialise(replace(PLAIN, **changes), device)
-    state = case.inputs["initial_state"].to(DTYPES[pool])
-    return replace(case, inputs={**case.inputs, "initial_state": state})
+    return materialise(replace(PLAIN, state_dtype=pool, **changes), device)
 
 
 def arguments(case: Case) -> dict[str, object]:
-    """Of `serve`, and but for the states of `kda_decode`."""
-    names = (*TOKENS, "A_log", "dt_bias")
-    given = {name: case.inputs[name] for name in names if case.inputs.get(name) is not None}
-    words = keywords(case, "recurrent")
-    del words["output_final_state"]
-    return given | words
+    """Of `kda_decode` but for where states are."""
+    given = {name: case.inputs[name] for name in (*TOKENS, "A_log", "dt_bias") if case.inputs.get(name) is not None}
+    words = keywords(case, "decode")
+    return given | {name: value for name, value in words.items() if name not in ("step", "rejected", "index_dtype")}
 
 
 def served(case: Case, route: str = "decode", step: int = 1, rejected: int = 0) -> dict[str, torch.Tensor]:
-    problem = case.problem
-    index_dtype = torch.int32 if problem.offsets == "int32" else torch.int64
-    with kda.force_route(route), kda.record_launches() as launches:
-        call = {**arguments(case), "initial_state": case.inputs["initial_state"]}
-        o, ht = serve(kda.kda_decode, **call, step=step, rejected=rejected, index_dtype=index_dtype)
-    assert {launch.route for launch in launches} == {route}
-    return {"o": o, "ht": ht}
+    """o and the final states, decoded call by call; no slot of anybody else changes, and the route is seen to run."""
+    case = replace(case, problem=replace(case.problem, edits=(), step=step, rejected=rejected))
+    return call(own_subject().route(route, "decode"), case).outputs
 
 
 def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[str, int]:
@@ -135,9 +127,9 @@ def test_decoding_has_the_bits_of_the_recurrent_kernel(changes, device, monkeypa
     """With its tile, so that sums have the same order."""
     monkeypatch.setattr(decode, "tile", fused_recurrent.forward_tile)
     case = case_of(device, **changes)
-    call = {**arguments(case), "initial_state": case.inputs["initial_state"], "output_final_state": True}
+    whole = {**arguments(case), "initial_state": case.inputs["initial_state"], "output_final_state": True}
     with kda.force_route("recurrent"):
-        o, ht = kda.fused_recurrent_kda(**call)
+        o, ht = kda.fused_recurrent_kda(**whole)
     assert differing({"o": o, "ht": ht}, served(case, step=5)) == {}
 
 
@@ -162,27 +154,29 @@ def changed_slots(before: torch.Tensor, after: torch.Tensor) -> list[int]:
     return [slot for slot in range(len(before)) if differing_bytes(before[slot], after[slot])]
 
 
-def decoded(call: dict[str, object], route: str = "decode") -> tuple[torch.Tensor, torch.Tensor]:
+def decoded(given: dict[str, object], route: str = "decode") -> tuple[torch.Tensor, torch.Tensor]:
     """(o, the pool afterwards); the call's own pool stays as it is."""
-    states = torch.empty_strided(call["state_pool"].shape, call["state_pool"].stride(), dtype=call["state_pool"].dtype)
-    states = states.to(call["state_pool"].device).copy_(call["state_pool"])
+    states = torch.empty_strided(
+        given["state_pool"].shape, given["state_pool"].stride(), dtype=given["state_pool"].dtype
+    )
+    states = states.to(given["state_pool"].device).copy_(given["state_pool"])
     with kda.force_route(route):
-        o = kda.kda_decode(**{**call, "state_pool": states})
+        o = kda.kda_decode(**{**given, "state_pool": states})
     return o, states
 
 
 @each_route
 @each_pool
 def test_padding_is_left_alone_and_gives_zeros(pool, route, device):
-    call = small_call(device, pool=pool)
-    o, after = decoded(call, route)
-    assert changed_slots(call["state_pool"], after) == [2, 3, 6]
-    padded = {**call, "slots": torch.tensor([6, -1, 3], device=device)}
+    given = small_call(device, pool=pool)
+    o, after = decoded(given, route)
+    assert changed_slots(given["state_pool"], after) == [2, 3, 6]
+    padded = {**given, "slots": torch.tensor([6, -1, 3], device=device)}
     for name in TOKENS:
-        padded[name] = call[name].clone()
+        padded[name] = given[name].clone()
         padded[name][1] = math.nan
     o_padded, after_padded = decoded(padded, route)
-    assert changed_slots(call["state_pool"], after_padded) == [3, 6]
+    assert changed_slots(given["state_pool"], after_padded) == [3, 6]
     assert not o_padded[1].any()
     assert differing_bytes(o_padded[::2], o[::2]) == 0
     assert differing_bytes(after_padded[[3, 6]], after[[3, 6]]) == 0
@@ -190,30 +184,30 @@ def test_padding_is_left_alone_and_gives_zeros(pool, route, device):
 
 @each_route
 def test_padding_only_and_no_sequences(route, device):
-    call = small_call(device)
-    o, after = decoded({**call, "slots": torch.full((3,), -1, device=device)}, route)
-    assert not o.any() and changed_slots(call["state_pool"], after) == []
-    empty = {**call, **{name: call[name][:0] for name in TOKENS}, "slots": call["slots"][:0]}
+    given = small_call(device)
+    o, after = decoded({**given, "slots": torch.full((3,), -1, device=device)}, route)
+    assert not o.any() and changed_slots(given["state_pool"], after) == []
+    empty = {**given, **{name: given[name][:0] for name in TOKENS}, "slots": given["slots"][:0]}
     o, after = decoded(empty, route)
-    assert o.shape == (0, *call["v"].shape[1:]) and changed_slots(call["state_pool"], after) == []
+    assert o.shape == (0, *given["v"].shape[1:]) and changed_slots(given["state_pool"], after) == []
 
 
 @each_route
 def test_states_that_have_no_slot_are_not_kept(route, device):
-    call = small_call(device, tokens=3)
-    whole = {**call, "slots": torch.tensor([[6, 1, 0], [2, 7, 4], [3, 5, -1]], device=device)}
-    holes = {**call, "slots": torch.tensor([[6, -1, 0], [2, -1, -1], [3, 5, -1]], device=device)}
+    given = small_call(device, tokens=3)
+    whole = {**given, "slots": torch.tensor([[6, 1, 0], [2, 7, 4], [3, 5, -1]], device=device)}
+    holes = {**given, "slots": torch.tensor([[6, -1, 0], [2, -1, -1], [3, 5, -1]], device=device)}
     (o, after), (o_holes, after_holes) = decoded(whole, route), decoded(holes, route)
     assert differing_bytes(o, o_holes) == 0
-    assert changed_slots(call["state_pool"], after_holes) == [0, 2, 3, 5, 6]
+    assert changed_slots(given["state_pool"], after_holes) == [0, 2, 3, 5, 6]
     assert differing_bytes(after[[0, 2, 3, 5, 6]], after_holes[[0, 2, 3, 5, 6]]) == 0
 
 
 @each_route
 def test_one_slot_a_sequence_keeps_the_last_state(route, device):
-    call = small_call(device)
-    each = {**call, "slots": torch.tensor([[6, 0], [2, 1], [3, 7]], device=device)}
-    (o, after), (o_each, after_each) = decoded(call, route), decoded(each, route)
+    given = small_call(device)
+    each = {**given, "slots": torch.tensor([[6, 0], [2, 1], [3, 7]], device=device)}
+    (o, after), (o_each, after_each) = decoded(given, route), decoded(each, route)
     assert differing_bytes(o, o_each) == 0
     assert differing_bytes(after[[6, 2, 3]], after_each[[0, 1, 7]]) == 0
 
@@ -223,9 +217,9 @@ def watched() -> contextlib.AbstractContextManager:
     return interpreter.sanitize() if INTERPRETED else contextlib.nullcontext()
 
 
-def foreign_indices(call: dict[str, object]) -> dict[str, dict[str, object]]:
+def foreign_indices(given: dict[str, object]) -> dict[str, dict[str, object]]:
     """Calls whose sequence 1 begins in no slot of the pool: what a GPU meets that nobody has checked."""
-    device = call["slots"].device
+    device = given["slots"].device
     table = torch.tensor([[6, 0], [2, 1], [3, 7]], device=device)
     counts = lambda n: {"slots": table, "num_accepted_tokens": torch.tensor([1, n, 1], device=device)}  # noqa: E731
     slots = lambda n: {"slots": torch.tensor([6, n, 3], device=device)}  # noqa: E731
@@ -238,8 +232,8 @@ def foreign_indices(call: dict[str, object]) -> dict[str, dict[str, object]]:
 @pytest.mark.parametrize("name", foreign_indices({"slots": torch.zeros(1)}))
 def test_an_index_that_nobody_checked_is_no_slot(name, device, monkeypatch):
     monkeypatch.setattr("kda.contents._readable", lambda indices: False)
-    call = small_call(device)
-    foreign = {**call, **foreign_indices(call)[name]}
+    given = small_call(device)
+    foreign = {**given, **foreign_indices(given)[name]}
     with watched():
         o, after = decoded(foreign)
     expected = {**foreign, "slots": foreign["slots"].clone()}
@@ -251,10 +245,10 @@ def test_an_index_that_nobody_checked_is_no_slot(name, device, monkeypatch):
 
 def test_offsets_that_nobody_checked_stay_inside_the_tokens(device, monkeypatch):
     monkeypatch.setattr("kda.contents._readable", lambda indices: False)
-    call = small_call(device, lengths=(2, 2, 2), packed=True)
+    given = small_call(device, lengths=(2, 2, 2), packed=True)
     with watched():
-        o, after = decoded({**call, "cu_seqlens": torch.tensor([-3, 2, 2**40, 1], device=device)})
-    o_legal, after_legal = decoded({**call, "cu_seqlens": torch.tensor([0, 2, 6, 6], device=device)})
+        o, after = decoded({**given, "cu_seqlens": torch.tensor([-3, 2, 2**40, 1], device=device)})
+    o_legal, after_legal = decoded({**given, "cu_seqlens": torch.tensor([0, 2, 6, 6], device=device)})
     assert differing_bytes(o, o_legal) == 0 and differing_bytes(after, after_legal) == 0
 
 
@@ -262,33 +256,33 @@ def test_offsets_that_nobody_checked_stay_inside_the_tokens(device, monkeypatch)
 @each_pool
 def test_slots_may_lie_apart(pool, route, device):
     """As in a pool whose pages hold something else too."""
-    call = small_call(device, pool=pool, v_first=True)
-    o, after = decoded(call, route)
-    size = call["state_pool"][0].numel()
+    given = small_call(device, pool=pool, v_first=True)
+    o, after = decoded(given, route)
+    size = given["state_pool"][0].numel()
     for gap in (1, 16):
         pages = torch.full((8, size + gap), 7.0, dtype=after.dtype, device=device)
-        apart = pages[:, :size].unflatten(1, after.shape[1:]).copy_(call["state_pool"])
+        apart = pages[:, :size].unflatten(1, after.shape[1:]).copy_(given["state_pool"])
         with kda.force_route(route):
-            o_apart = kda.kda_decode(**{**call, "state_pool": apart})
+            o_apart = kda.kda_decode(**{**given, "state_pool": apart})
         assert differing_bytes(o, o_apart) == 0 and differing_bytes(after, apart) == 0
         assert bool((pages[:, size:] == 7).all())
 
 
 @pytest.mark.parametrize("name", [*TOKENS, "slots", "A_log", "dt_bias"])
 def test_strided_arguments_are_read_as_they_are(name, device):
-    call = small_call(device, **SOFTPLUS)
-    strided = {**call, name: torch.stack([call[name], torch.full_like(call[name], 7)], -1)[..., 0]}
-    (o, after), (o_strided, after_strided) = decoded(call), decoded(strided)
+    given = small_call(device, **SOFTPLUS)
+    strided = {**given, name: torch.stack([given[name], torch.full_like(given[name], 7)], -1)[..., 0]}
+    (o, after), (o_strided, after_strided) = decoded(given), decoded(strided)
     assert differing_bytes(o, o_strided) == 0 and differing_bytes(after, after_strided) == 0
 
 
 def test_nan_stays_in_its_sequence_and_its_head(device):
-    call = small_call(device)
-    (o, after), dirty = decoded(call), {**call, "state_pool": call["state_pool"].clone()}
+    given = small_call(device)
+    (o, after), dirty = decoded(given), {**given, "state_pool": given["state_pool"].clone()}
     for name in TOKENS:
-        dirty[name] = call[name].clone()
+        dirty[name] = given[name].clone()
         dirty[name][1] = math.nan
-        dirty[name][:, :, call[name].shape[2] // 2 :] = math.nan
+        dirty[name][:, :, given[name].shape[2] // 2 :] = math.nan
     dirty["state_pool"][2] = math.nan
     o_dirty, after_dirty = decoded(dirty)
     assert differing_bytes(o[::2, :, :2], o_dirty[::2, :, :2]) == 0
@@ -296,26 +290,26 @@ def test_nan_stays_in_its_sequence_and_its_head(device):
 
 
 def test_inputs_but_the_pool_are_not_modified(device):
-    call = small_call(device, **SOFTPLUS)
-    before = {name: x.clone() for name, x in call.items() if isinstance(x, torch.Tensor)}
-    decoded(call)
-    assert differing(before, call) == {}
+    given = small_call(device, **SOFTPLUS)
+    before = {name: x.clone() for name, x in given.items() if isinstance(x, torch.Tensor)}
+    decoded(given)
+    assert differing(before, given) == {}
 
 
 def test_slots_edited_in_place_are_read_again(device):
-    call = small_call(device)
-    decoded(call)
-    call["slots"].copy_(torch.tensor([0, 1, -1], device=device))
-    assert changed_slots(call["state_pool"], decoded(call)[1]) == [0, 1]
+    given = small_call(device)
+    decoded(given)
+    given["slots"].copy_(torch.tensor([0, 1, -1], device=device))
+    assert changed_slots(given["state_pool"], decoded(given)[1]) == [0, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 def test_indices_of_either_width(dtype, device):
-    call = small_call(device)
+    given = small_call(device)
     table = torch.tensor([[6, 0], [2, 1], [3, 7]], device=device)
     counts = torch.tensor([2, 1, 2], device=device)
-    wide = {**call, "slots": table, "num_accepted_tokens": counts}
-    mixed = {**call, "slots": table.to(dtype), "num_accepted_tokens": counts.int()}
+    wide = {**given, "slots": table, "num_accepted_tokens": counts}
+    mixed = {**given, "slots": table.to(dtype), "num_accepted_tokens": counts.int()}
     (o, after), (o_mixed, after_mixed) = decoded(wide), decoded(mixed)
     assert differing_bytes(o, o_mixed) == 0 and differing_bytes(after, after_mixed) == 0
 
@@ -323,36 +317,36 @@ def test_indices_of_either_width(dtype, device):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 @each_pool
 def test_a_captured_call_reads_new_data_and_new_slots(pool, device):
-    call = small_call(device, tokens=2, pool=pool, **SOFTPLUS)
-    call["slots"] = torch.tensor([[6, 0], [2, 1], [3, 7]], device=device)
-    call["num_accepted_tokens"] = torch.ones(3, dtype=torch.int64, device=device)
-    fresh = call["state_pool"].clone()
-    kda.kda_decode(**call)
+    given = small_call(device, tokens=2, pool=pool, **SOFTPLUS)
+    given["slots"] = torch.tensor([[6, 0], [2, 1], [3, 7]], device=device)
+    given["num_accepted_tokens"] = torch.ones(3, dtype=torch.int64, device=device)
+    fresh = given["state_pool"].clone()
+    kda.kda_decode(**given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        o = kda.kda_decode(**call)
+        o = kda.kda_decode(**given)
     for seed, slots in enumerate(([[6, 0], [2, 1], [3, 7]], [[5, 4], [-1, -1], [0, 6]])):
         generator = torch.Generator(device).manual_seed(seed)
         for name in ("q", "k", "v", "g"):
-            call[name].copy_(torch.randn(call[name].shape, generator=generator, device=device))
-        call["slots"].copy_(torch.tensor(slots, device=device))
-        call["num_accepted_tokens"].fill_(1 + seed)
-        call["state_pool"].copy_(fresh)
-        o_eager, after = decoded(call)
+            given[name].copy_(torch.randn(given[name].shape, generator=generator, device=device))
+        given["slots"].copy_(torch.tensor(slots, device=device))
+        given["num_accepted_tokens"].fill_(1 + seed)
+        given["state_pool"].copy_(fresh)
+        o_eager, after = decoded(given)
         graph.replay()
-        assert differing_bytes(o, o_eager) == 0 and differing_bytes(call["state_pool"], after) == 0
+        assert differing_bytes(o, o_eager) == 0 and differing_bytes(given["state_pool"], after) == 0
 
 
 @pytest.mark.parametrize("route", ["decode", "torch"])
 @each_pool
 def test_compiled_and_eager_are_the_same_bits(pool, route, device):
     torch._dynamo.reset()
-    call = small_call(device, pool=pool, **BOUNDED)
-    o, after = decoded(call, route)
+    given = small_call(device, pool=pool, **BOUNDED)
+    o, after = decoded(given, route)
     with kda.force_route(route), kda.record_launches() as launches:
-        o_compiled = torch.compile(kda.kda_decode, fullgraph=True, backend="aot_eager")(**call)
+        o_compiled = torch.compile(kda.kda_decode, fullgraph=True, backend="aot_eager")(**given)
     assert {launch.route for launch in launches} == {route}
-    assert differing_bytes(o, o_compiled) == 0 and differing_bytes(call["state_pool"], after) == 0
+    assert differing_bytes(o, o_compiled) == 0 and differing_bytes(given["state_pool"], after) == 0
 
 
 def test_float64_on_the_torch_route(device):
@@ -361,7 +355,7 @@ def test_float64_on_the_torch_route(device):
     got = served(case, "torch", step=2)
     assert judged(case, got) == []
     assert all(x.dtype == torch.float64 and not torch.equal(x, x.float().double()) for x in got.values())
-    with pytest.raises(kda.registry.NoRoute, match="decode: refused, computes in fp32, not float64"):
+    with pytest.raises(NotCovered, match="decode: refused, computes in fp32, not float64"):
         served(case, "decode")
 
 
@@ -483,22 +477,22 @@ REFUSALS = {
 
 @pytest.mark.parametrize("changes, error, message", REFUSALS.values(), ids=REFUSALS)
 def test_refusals(changes, error, message):
-    call = small_call("cpu")
-    call |= {name: change(call[name]) if callable(change) else change for name, change in changes.items()}
-    pool = call["state_pool"].detach().clone() if torch.is_tensor(call["state_pool"]) else None
+    given = small_call("cpu")
+    given |= {name: change(given[name]) if callable(change) else change for name, change in changes.items()}
+    pool = given["state_pool"].detach().clone() if torch.is_tensor(given["state_pool"]) else None
     with kda.record_launches() as launches, pytest.raises(error) as refusal:
-        kda.kda_decode(**call)
+        kda.kda_decode(**given)
     assert message in str(refusal.value)
     assert launches == []
     if pool is not None and pool.layout == torch.strided and pool.device.type == "cpu":
-        assert torch.equal(call["state_pool"], pool)
+        assert torch.equal(given["state_pool"], pool)
 
 
 def test_gradients_are_refused_only_where_they_are_wanted(device):
-    call = small_call(device)
-    expected = decoded(call)[0]
+    given = small_call(device)
+    expected = decoded(given)[0]
     with torch.no_grad():
-        assert torch.equal(decoded({**call, "q": call["q"].clone().requires_grad_()})[0], expected)
+        assert torch.equal(decoded({**given, "q": given["q"].clone().requires_grad_()})[0], expected)
 
 
 VALUES = {
@@ -510,29 +504,29 @@ VALUES = {
 
 @pytest.mark.parametrize("planted, message", VALUES.values(), ids=VALUES)
 def test_values_are_checked_on_request_but_for_padding(planted, message, device, monkeypatch):
-    call = small_call(device)
+    given = small_call(device)
     for name, value in planted.items():
-        call[name] = call[name].clone()
-        call[name][(6, 1) if name == "state_pool" else (0, 1)] = value
+        given[name] = given[name].clone()
+        given[name][(6, 1) if name == "state_pool" else (0, 1)] = value
     monkeypatch.delenv("KDA_VALIDATE", raising=False)
-    decoded(call)
+    decoded(given)
     monkeypatch.setenv("KDA_VALIDATE", "1")
     with pytest.raises(ValueError) as refusal:
-        kda.kda_decode(**call)
+        kda.kda_decode(**given)
     assert message in str(refusal.value)
-    decoded({**call, "slots": torch.tensor([-1, 2, 3], device=device)})
+    decoded({**given, "slots": torch.tensor([-1, 2, 3], device=device)})
 
 
 def test_requested_checks_read_indices_on_any_device(device, monkeypatch):
     monkeypatch.setenv("KDA_VALIDATE", "1")
-    call = small_call(device)
+    given = small_call(device)
     with pytest.raises(ValueError, match=r"slots\[2\] is 6; it must be another slot"):
-        kda.kda_decode(**{**call, "slots": torch.tensor([6, 2, 6], device=device)})
+        kda.kda_decode(**{**given, "slots": torch.tensor([6, 2, 6], device=device)})
 
 
 def test_an_old_count_of_a_padding_sequence_is_legal(device):
-    call = small_call(device)
-    call["slots"] = torch.tensor([[6, 2], [-1, -1], [3, 4]], device=device)
-    call["num_accepted_tokens"] = torch.tensor([1, 0, 2], device=device)
-    o, after = decoded(call)
-    assert changed_slots(call["state_pool"], after) == [2, 3, 4, 6] and not o[1].any()
+    given = small_call(device)
+    given["slots"] = torch.tensor([[6, 2], [-1, -1], [3, 4]], device=device)
+    given["num_accepted_tokens"] = torch.tensor([1, 0, 2], device=device)
+    o, after = decoded(given)
+    assert changed_slots(given["state_pool"], after) == [2, 3, 4, 6] and not o[1].any()
