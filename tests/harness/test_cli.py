@@ -104,8 +104,8 @@ def test_routes_and_doctor(tmp_path, capsys):
 BROKEN_LINES = {
     "carried_state": (
         "recurrent_kernels.py",
-        "b_S = b_S + b_k[:, None] * b_u[None, :]\n        b_o",
-        "b_S = b_S + b_k[:, None] * b_v[None, :]\n        b_o",
+        "return b_S + b_k[:, None] * b_u[None, :]",
+        "return b_S + b_k[:, None] * b_v[None, :]",
         "o",
     ),
     "lost_scale": (
