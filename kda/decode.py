@@ -35,9 +35,9 @@ PRECISION = PrecisionSpec(
 
 
 def tile(K: int, V: int) -> Tile:
-    """At least 128 bytes of a row to a program where V has them, and about 32 values of state a thread."""
+    """One warp and 64 values of state a thread, the fastest of four on an H200: sums over K need no barrier."""
     BK = max(8, triton.next_power_of_2(K))
-    return Tile(BK, min(max(8, 4096 // BK), 64, max(8, triton.next_power_of_2(V))), 4)
+    return Tile(BK, min(max(8, 2048 // BK), 64, max(8, triton.next_power_of_2(V))), 1)
 
 
 def run(call: DecodeCall) -> Tensor:

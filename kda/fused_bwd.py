@@ -34,6 +34,7 @@ CHUNK = {
     128: {"BV": 64, "num_warps": 8, "STAGES": 2},
     256: {"BV": 32, "num_warps": 8, "STAGES": 2},
 }
+CAPPED = {128: {"maxnreg": 128}}  # of bounded gates: uncapped, a quarter slower on an H200; halving levels spill at it
 
 
 def gradients(call: Call, plan: FusedPlan, do: Tensor | None, dht: Tensor | None) -> dict[str, Tensor | None]:
@@ -106,7 +107,7 @@ def _chunks(
     between = (y, do, dv, states, dstates, dq, dk, dg, dbeta, *chunk_tables(call, plan, C))
     sizes = (call.lower_bound or 0.0, call.beta_range, half_span(call, plan.route), call.scale, T, H, HV)
     steps = {"LOWEST": int(math.log2(BLOCK)) if anchored else 0, "LEVELS": int(math.log2(C))}
-    tile = {"K": K, "V": V, "C": C, "SHARED": shared, **steps, **CHUNK[K]}
+    tile = {"K": K, "V": V, "C": C, "SHARED": shared, **steps, **CHUNK[K], **(CAPPED.get(K, {}) if anchored else {})}
     programs = slots_of(call, C) * HV if call.sequences else 0
     launch(plan, kda_fused_chunk_bwd_kernel, programs, *inputs, *between, *sizes, **options(call, plan), **tile)
     if shared:

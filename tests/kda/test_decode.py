@@ -122,6 +122,7 @@ def test_any_number_of_tokens_a_call_and_any_rejected_drafts_have_the_same_bits(
         assert differing(one_by_one, served(case, route, step, rejected)) == {}, (step, rejected)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="which products and sums of two kernels are fused is the compiler's choice")
 @each_mode
 def test_decoding_has_the_bits_of_the_recurrent_kernel(changes, device, monkeypatch):
     """With its tile, so that sums have the same order."""
