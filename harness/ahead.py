@@ -171,6 +171,15 @@ def resources(compiled, target: str) -> dict[str, int]:
     return {"registers": int(re.search(r"Used (\d+) registers", report)[1]), "spills": spills, "shared": shared}
 
 
+def in_flight(compiled) -> bool:
+    """Whether warp-group products run on into the next iteration of a loop, whose loads may overwrite their operands.
+
+    Triton keeps a spare buffer for that only where nothing else reads the operands, which a kernel cannot know: ours
+    wait for every product in its iteration. The interpreter cannot see it.
+    """
+    return bool(re.search(r"warp_group_dot_wait.*pendings = [1-9]", compiled.asm.get("ttgir", "")))
+
+
 def measured_on(case: str) -> tuple[str, ...]:
     """The targets of a case: fp32 is compiled once, and the fused verifier refuses machines that are not NVIDIA's."""
     if case.endswith("fp32"):
@@ -187,7 +196,10 @@ def compiled(case: str, target: str) -> dict[str, dict[str, int]]:
     for launch in launches:
         same = sum(name.split("#")[0] == launch.kernel.__name__ for name in costs)
         name = launch.kernel.__name__ + (f"#{same + 1}" if same else "")
-        costs[name] = resources(launch.compile(target), target)
+        kernel = launch.compile(target)
+        if in_flight(kernel):
+            raise RuntimeError(f"{target} {case} {name}: products are in flight when their operands may be overwritten")
+        costs[name] = resources(kernel, target)
     return costs
 
 

@@ -71,6 +71,7 @@ def _precision(diagonal: str, **stages: str) -> PrecisionSpec:
 def _precisions(diagonal: str) -> PrecisionSpec:
     """Forward in bf16; what the backward pass takes differences of has more digits, see NOTE [Chunk as an operator]."""
     gradients = _precision(diagonal, intra="tf32_rn", pairs="bf16", stored_inverse="fp32", kept="bf16")
+    gradients = replace(gradients, form="solved")
     return replace(_precision(diagonal, intra="bf16", stored_inverse="bf16"), gradients=gradients)
 
 

@@ -37,7 +37,7 @@ class PrecisionSpec:
     chunk: int | None = None  # tokens of the algorithm's own chunk; None: the call's chunk_size
     diagonal: str | None = None  # pair | halving | anchor | anchor_apart
     inverse: str | None = None  # substitution | neumann
-    form: str | None = None  # wy | residual
+    form: str | None = None  # wy | residual | solved
     excuses: tuple[str, ...] = ()
     precision: str = "ieee"  # of the products of fp32 tensors: ieee | tf32
     gradients: "PrecisionSpec | None" = None  # that of the backward pass, where it rounds at other points

@@ -77,6 +77,23 @@ def accumulated(rounding: Rounding, site: str, a: Tensor, b: Tensor, fmt: str) -
     return rounding.accumulate(site, a @ b, a.norm(dim=-1, keepdim=True) * b.norm(dim=-2, keepdim=True), 22)
 
 
+class Solved(torch.autograd.Function):
+    """y = R x with R = (I + L)^-1; the gradient of L is of y and of dv = R^T dy as they were stored, in `fmt`."""
+
+    @staticmethod
+    def forward(ctx, L, R, x, rounding, fmt):
+        y = rounding.round("chunk.y", R @ x, fmt)
+        ctx.save_for_backward(R, y)
+        ctx.rounding, ctx.fmt = rounding, fmt
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        R, y = ctx.saved_tensors
+        dv = ctx.rounding.round("chunk.dv", R.mT @ grad, ctx.fmt)
+        return -dv @ y.mT, None, dv, None, None
+
+
 class Decayed(torch.autograd.Function):
     """decay `[.., K]` times the rows of a state `[.., K, V]`; both it and its gradient go into the decay's gradient as
     they were kept, in `fmt`.

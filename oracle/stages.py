@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oracle.chunk_steps import BLOCK, CumulativeGate, Decayed, Inverse, PairSums, Product, Rounded
+from oracle.chunk_steps import BLOCK, CumulativeGate, Decayed, Inverse, PairSums, Product, Rounded, Solved
 from oracle.operator import Core, Formats, Inputs, Options, evaluate
 from oracle.recurrence import LOG2E, REPLICA_GATE_FLOOR, Rows
 from oracle.rounding import EXACT, Rounding
@@ -36,7 +36,8 @@ class ChunkModel:
     (each the sum over its own range, which a reset elsewhere cannot spoil) or 'anchor' (two factors around the block's
     first row); `apart`: i = j outside the anchored tile; `inverse`: 'substitution' or 'neumann' (a half-precision
     series). `form`: 'wy', with v_new = u - w S as above, or 'residual', which inverts I + A_kk b and applies it to
-    x = v - (k 2^G) S, [v_new / b | intra-chunk o] = [R | A_qk b R] x: b is among the keys instead.
+    x = v - (k 2^G) S, [v_new / b | intra-chunk o] = [R | A_qk b R] x: b is among the keys instead. 'solved' is that
+    with y = R x stored, and A_qk b y.
     """
 
     chunk: int = 64
@@ -72,8 +73,8 @@ class ChunkModel:
             raise ValueError(f"diagonal is {diagonal!r}, must be 'pair', 'halving', 'anchor' or 'anchor_apart'")
         if inverse not in (None, "substitution", "neumann"):
             raise ValueError(f"inverse is {inverse!r}, must be 'substitution' or 'neumann'")
-        if form not in (None, "wy", "residual"):
-            raise ValueError(f"form is {form!r}, must be 'wy' or 'residual'")
+        if form not in (None, "wy", "residual", "solved"):
+            raise ValueError(f"form is {form!r}, must be 'wy', 'residual' or 'solved'")
         stages = ("operand", "intra", "pairs", "merge", "stored_inverse", "state", "kept")
         named = {name: formats[name] for name in stages if name in formats}
         return cls(
@@ -177,7 +178,8 @@ class ChunkedRows:
         A_qk, A_kk = self.intra()
         A_qk, grown = self.scale * A_qk, self.exp2("grown", self.G)
         decayed = (self.q * grown, self.k * grown, self.k * self.exp2("rest", self.G[..., -1:, :] - self.G))
-        stages, step = (self._residual if self.model.form == "residual" else self._wy)(A_qk, A_kk, *decayed)
+        forms = {"wy": self._wy, "residual": self._residual, "solved": self._solved}
+        stages, step = forms[self.model.form](A_qk, A_kk, *decayed)
         scale, decay = self.scale[:, :, 0] if isinstance(self.scale, Tensor) else self.scale, grown[..., -1, :]
         self.carried, self.values, outputs = [state], [], []
         for c in range(self.q.shape[2]):
@@ -230,6 +232,22 @@ class ChunkedRows:
             y = R[:, :, c] @ x
             gained = self.product("k_value", (self.beta * k_rest)[:, :, c].mT, y, operand)
             return response[:, :, c] @ x, self.beta[:, :, c] * y, gained
+
+        return {"inverse": R}, step
+
+    def _solved(self, A_qk: Tensor, A_kk: Tensor, _, k_grown: Tensor, k_rest: Tensor) -> tuple[dict[str, Tensor], Step]:
+        """(inverse; the step of a chunk): y = R x as for 'residual', stored, and A_qk b applied to it."""
+        operand, weight = self.model.operand, self.beta.mT
+        L = torch.tril(A_kk * weight, -1)
+        R = Inverse.apply(L, self.rounding, self.model)
+
+        def step(c: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            x = self.v[:, :, c] - self.product("k_state", k_grown[:, :, c], state, operand)
+            x = Rounded.apply(x, self.rounding, "chunk.x", operand)
+            y = Solved.apply(L[:, :, c], R[:, :, c].detach(), x, self.rounding, operand)
+            gained = self.product("k_value", (self.beta * k_rest)[:, :, c].mT, y, operand)
+            intra = self.product("A_value", (A_qk * weight)[:, :, c], y, operand)
+            return intra, self.beta[:, :, c] * y, gained
 
         return {"inverse": R}, step
 

@@ -21,6 +21,37 @@ def ahead(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=COMPILE_TIME)
 
 
+PLANTED = """
+from harness import ahead
+import torch, triton, triton.language as tl
+
+@triton.jit
+def kernel(x, y, out, N, K: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr):
+    o_k = tl.arange(0, K)[:, None]
+    o_c = tl.arange(0, C)
+    b_out = tl.zeros([K, C], tl.float32)
+    for i in tl.range(0, N, num_stages=STAGES):
+        b_x = tl.load(x + i * (K * C) + o_k * C + o_c[None, :])
+        b_y = tl.load(y + i * (C * C) + o_c[:, None] * C + o_c[None, :])
+        b_out = tl.dot(b_x, b_y, b_out)
+    tl.store(out + o_k * C + o_c[None, :], b_out)
+
+half, full = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
+for stages in (1, 3):
+    constants = {"K": 128, "C": 64, "STAGES": stages, "num_warps": 4}
+    print(ahead.in_flight(ahead.specialise(kernel, (half, half, full, 8), constants).compile("sm_90")))
+"""
+
+
+def test_products_in_flight_are_seen(tmp_path):
+    """A loop that is not pipelined waits for its product; one that is lets it run on."""
+    (tmp_path / "planted.py").write_text(PLANTED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", str(tmp_path / "planted.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=COMPILE_TIME)
+    assert done.stdout.split() == ["False", "True"], done.stdout + done.stderr[-2000:]
+
+
 @pytest.mark.skipif(triton.__version__ not in TABLE, reason=f"no table for Triton {triton.__version__}")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_kernels_cost_no_more_than_the_table_says(target):
