@@ -44,7 +44,7 @@ class Task:
     family: str
     problem: Problem
     required: bool
-    alone: bool = False  # needs the memory of a whole GPU
+    large: bool = False  # needs crew.LARGE_BYTES of a GPU's memory
 
 
 @dataclass
@@ -235,7 +235,7 @@ def _jobs(subject: Subject, tasks: list[Task]) -> list[Job]:
     for index, task in enumerate(tasks):
         forms = in_turn(subject.route(task.route, task.problem.entry), task.problem, turns[task.route])
         turns[task.route] += 1
-        jobs.append(Job(task.route, task.problem, index % REPEAT_EVERY == 0, task.alone, forms))
+        jobs.append(Job(task.route, task.problem, index % REPEAT_EVERY == 0, task.large, forms))
     return jobs
 
 

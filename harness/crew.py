@@ -20,16 +20,17 @@ from harness.subject import load_subject
 
 TASKS_PER_PROCESS = 12  # a process costs a few seconds to start
 MOST_ON_A_GPU = 8  # contexts that share one device
+LARGE_BYTES = 44 * 2**30  # of a GPU's memory that a large job may need, most of it for the oracle
 
 
 @dataclass(frozen=True)
 class Job:
-    """One check to be made. `alone`: it needs so much memory that no two of its kind may run at a time."""
+    """One check to be made. `large`: it may need LARGE_BYTES, and so only a few of its kind run at a time."""
 
     route: str
     problem: Problem
     repeat: bool
-    alone: bool = False
+    large: bool = False
     forms: tuple[str, ...] = ()  # names of variants to run it in as well
 
 
@@ -52,6 +53,13 @@ def processes(jobs: int | None, tasks: int, device: str, foreign: bool) -> int:
         return 1
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(there if device == "cpu" else min(there, MOST_ON_A_GPU), tasks // TASKS_PER_PROCESS))
+
+
+def large_at_a_time(device: str) -> int:
+    """How many large jobs a device has memory for."""
+    if device == "cpu":
+        return 1
+    return max(1, torch.cuda.get_device_properties(device).total_memory // LARGE_BYTES)
 
 
 _runner: Runner | None = None
@@ -86,7 +94,7 @@ class Crew:
 
     def __init__(self, settings: Settings, count: int, here: Runner):
         self.settings, self.count, self.here = settings, count, here
-        self._pool: ProcessPoolExecutor | None = None
+        self._pools: dict[bool, ProcessPoolExecutor] = {}  # of the large jobs, and of the others
 
     def check(self, jobs: Iterable[Job], more: Callable[[], bool]) -> Iterator[Checked]:
         """The result of every job, in order, as long as there are `more` to be had."""
@@ -99,15 +107,14 @@ class Crew:
         yield from self._ordered(deque(jobs), more)
 
     def _ordered(self, waiting: deque[Job], more: Callable[[], bool]) -> Iterator[Checked]:
-        started = lambda job: (job, None if job.alone else self._submit(job))  # noqa: E731
-        running: deque[tuple[Job, Future | None]] = deque()
+        started = lambda job: (job, self._submit(job))  # noqa: E731
+        large = deque(self._submit(job) for job in waiting if job.large)  # at once: they take the longest
+        running: deque[tuple[Job, Future]] = deque()
         while (waiting or running) and more():
             while waiting and len(running) < 4 * self.count:
-                running.append(started(waiting.popleft()))
+                job = waiting.popleft()
+                running.append((job, large.popleft()) if job.large else started(job))
             job, future = running.popleft()
-            if future is None:
-                yield _checked(self.here, job, self.settings.seed)
-                continue
             try:
                 checked, poisoned = future.result()
             except BrokenProcessPool:
@@ -115,17 +122,18 @@ class Crew:
             if poisoned:  # no later result of that process means anything
                 self.close()
                 running = deque(started(job) for job, _ in running)
+                large = deque(self._submit(job) for job in waiting if job.large)
             yield checked
 
     def _submit(self, job: Job) -> Future:
         """The job under way; where a process has died meanwhile, it has failed already, as those beside it have."""
-        if self._pool is None:
+        if job.large not in self._pools:
+            count = large_at_a_time(self.settings.device) if job.large else self.count
             threads = max(1, torch.get_num_threads() // self.count)
-            self._pool = ProcessPoolExecutor(
-                self.count, multiprocessing.get_context("spawn"), _start, (self.settings, threads)
-            )
+            starting = (self.settings, threads)
+            self._pools[job.large] = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start, starting)
         try:
-            return self._pool.submit(_work, job)
+            return self._pools[job.large].submit(_work, job)
         except BrokenProcessPool as error:
             failed: Future = Future()
             failed.set_exception(error)
@@ -141,8 +149,9 @@ class Crew:
             runner.close()
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
+        if self._pools:
             for process in multiprocessing.active_children():
                 process.terminate()
-            self._pool = None
+        self._pools = {}

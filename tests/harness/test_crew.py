@@ -18,9 +18,11 @@ from harness.subject import load_subject
 SUBJECTS = "tests.harness.subjects"
 
 
-def jobs(*, alone: bool = False) -> list[Job]:
+def jobs(*, large: bool = False) -> list[Job]:
     examples = [fitted(example, "chunk-unbounded", "chunk") for example in family("impulse").examples * 2]
-    return [Job("chunk-unbounded", problem, repeat=False, alone=alone) for problem in examples]
+    return [
+        Job("chunk-unbounded", problem, repeat=False, large=large and i % 2 == 1) for i, problem in enumerate(examples)
+    ]
 
 
 def checked(name: str, count: int, given: list[Job], folder: Path) -> list[Checked]:
@@ -34,9 +36,9 @@ def checked(name: str, count: int, given: list[Job], folder: Path) -> list[Check
         here.close()
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["together", "alone"])
-def test_processes_say_what_one_process_says(alone, tmp_path):
-    given = jobs(alone=alone)
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_processes_say_what_one_process_says(large, tmp_path):
+    given = jobs(large=large)
     one, two = (checked("kda", count, given, tmp_path) for count in (1, 2))
     assert [(c.problem, c.verdicts) for c in one] == [(c.problem, c.verdicts) for c in two]
     assert all(v.klass == "OK" for c in two for v in c.verdicts)
@@ -92,9 +94,10 @@ def ended(pid: int) -> bool:
         return True
 
 
-def test_killed_processes_cost_no_result(tmp_path):
-    """Both die while most jobs have not begun: the pool that they leave takes no job, and a new one does."""
-    given = jobs() * 8
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_killed_processes_cost_no_result(large, tmp_path):
+    """All die while most jobs have not begun: the pools that they leave take no job, and new ones do."""
+    given = jobs(large=large) * 8
     subject = load_subject("kda")
     here = Runner(subject, "cpu", tmp_path)
     crew = Crew(Settings(subject.name, "cpu", tmp_path), 2, here)
