@@ -71,11 +71,18 @@ def split_products(b_a, b_b, DOT: tl.constexpr):
 
 @triton.jit
 def split_three(b_x):
-    """Three bf16 tiles whose sum is x, all 24 bits of it."""
-    b_hi = b_x.to(tl.bfloat16)
-    b_rest = b_x - b_hi.to(tl.float32)
-    b_mid = b_rest.to(tl.bfloat16)
-    return b_hi, b_mid, (b_rest - b_mid.to(tl.float32)).to(tl.bfloat16)
+    """Three bf16 tiles whose sum is x, all 24 bits of it: 8 bits at a time, cut off: cheaper than rounding."""
+    b_hi, b_rest = cut_off(b_x)
+    b_mid, b_rest = cut_off(b_rest)
+    return b_hi, b_mid, b_rest.to(tl.bfloat16)
+
+
+@triton.jit
+def cut_off(b_x):
+    """(the first 8 bits of x as bf16, the rest)."""
+    b_bits = b_x.to(tl.int32, bitcast=True)
+    b_hi = (b_bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return b_hi, b_x - (b_bits & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

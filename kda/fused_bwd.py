@@ -15,38 +15,33 @@ from kda.fused_fwd import (
     FusedPlan,
     Tile,
     Workspace,
-    chunk_tables,
     cut,
     options,
     prepare,
     run_scan,
-    slots_of,
     takes_tma,
 )
 from kda.fused_scan_bwd import kda_fused_scan_bwd_kernel
-from kda.gate import dense, gate_backward
+from kda.gate import dense
 
 # By K, as those of the forward pass.
 REVERSE = {64: Tile(64, 4, 5, 3), 128: Tile(64, 4, 5, 3), 256: Tile(64, 8, 3, 2)}
-EVERY = 1  # chunks of a scan to one of the last kernel, and to one state
 CHUNK = {
-    64: {"BV": 32, "num_warps": 4, "STAGES": 2},
-    128: {"BV": 64, "num_warps": 8, "STAGES": 2},
+    64: {"BV": 64, "num_warps": 4, "STAGES": 3},
+    128: {"BV": 32, "num_warps": 4, "STAGES": 3},
     256: {"BV": 32, "num_warps": 8, "STAGES": 2},
 }
-CAPPED = {128: {"maxnreg": 128}}  # of bounded gates: uncapped, a quarter slower on an H200; halving levels spill at it
 
 
 def gradients(call: Call, plan: FusedPlan, do: Tensor | None, dht: Tensor | None) -> dict[str, Tensor | None]:
     """Every gradient of a call on dense tensors, by the name of its argument, from its inputs."""
     do, dht = torch.zeros_like(call.v) if do is None else dense(do), dense(dht)
-    made = prepare(call, plan, adjoint=True)
+    factors = torch.empty(*call.beta.shape, 3, device=call.q.device)
+    made = prepare(call, plan, factors)
     y, states = _values_and_states(call, plan, made)
     dv, dstates, dh0 = _reverse(call, plan, made, do, dht)
-    dq, dk, dg, dbeta = _chunks(call, plan, y, states, do, dv, dstates)
-    dA_log = ddt_bias = None
-    if call.use_gate_in_kernel:
-        dg, dA_log, ddt_bias = gate_backward(call.g, call.A_log, call.dt_bias, call.lower_bound, dg, plan.route)
+    between = (y, do, dv, states, dstates)
+    dq, dk, dg, dbeta, dA_log, ddt_bias = _chunks(call, plan, made.tables, factors, between)
     return {
         "q": dq,
         "k": dk,
@@ -59,16 +54,16 @@ def gradients(call: Call, plan: FusedPlan, do: Tensor | None, dht: Tensor | None
     }
 
 
-def _states(call: Call) -> Tensor:
-    """Room for a state in every slot of the last kernel: bf16, as it multiplies them, V-first."""
+def _states(call: Call, plan: FusedPlan) -> Tensor:
+    """Room for a state of every chunk: bf16, as the last kernel multiplies them, V-first."""
     _, _, _, HV, K, V = call.shape
-    return torch.empty(slots_of(call, BLOCK * EVERY), HV, V, K, dtype=torch.bfloat16, device=call.q.device)
+    return torch.empty(plan.slots, HV, V, K, dtype=torch.bfloat16, device=call.q.device)
 
 
 def _values_and_states(call: Call, plan: FusedPlan, made: Workspace) -> tuple[Tensor, Tensor]:
     """(y, the states before the chunks): the forward scan again, without its outputs."""
-    y, states = torch.empty_like(call.v), _states(call)
-    run_scan(call, plan, made, y, 1.0, states=states, every=EVERY, values=True)
+    y, states = torch.empty_like(call.v), _states(call, plan)
+    run_scan(call, plan, made, y, 1.0, states=states, values=True)
     return y, states
 
 
@@ -78,7 +73,7 @@ def _reverse(
     """(dv, the gradients of the states behind the chunks, dh0)."""
     _, T, _, HV, K, V = call.shape
     C, tile = BLOCK, REVERSE[K]
-    dv, states = allocate_tokens(call, *call.v.shape, dtype=call.v.dtype), _states(call)
+    dv, states = allocate_tokens(call, *call.v.shape, dtype=call.v.dtype), _states(call, plan)
     dh0 = None if call.initial_state is None else torch.empty_like(call.initial_state)
     blocks = (None,) * 6
     if takes_tma(plan, do):
@@ -87,29 +82,38 @@ def _reverse(
     arguments = (do, dv, *made.tensors(), dht, dh0, states, dense(call.cu_seqlens), *blocks)
     sizes = (2.0**plan.shift, 2.0**-plan.shift, T, HV)
     stages = tile.stages if blocks[0] is None else tile.tma_stages
-    shape = {"K": K, "V": V, "C": C, "BV": tile.BV, "V_FIRST": call.state_v_first, "EVERY": EVERY, "STAGES": stages}
+    shape = {"K": K, "V": V, "C": C, "BV": tile.BV, "V_FIRST": call.state_v_first, "STAGES": stages}
     grid = call.sequences * HV * (V // tile.BV)
     launch(plan, kda_fused_scan_bwd_kernel, grid, *arguments, *sizes, **shape, num_warps=tile.num_warps)
     return dv, states, dh0
 
 
 def _chunks(
-    call: Call, plan: FusedPlan, y: Tensor, states: Tensor, do: Tensor, dv: Tensor, dstates: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dg of the activated gate, dbeta of the activated beta)."""
+    call: Call,
+    plan: FusedPlan,
+    tables: tuple[Tensor | None, Tensor | None],
+    factors: Tensor,
+    between: tuple[Tensor, ...],
+) -> tuple[Tensor | None, ...]:
+    """(dq, dk, dg, dbeta of the activated beta, dA_log, ddt_bias), from (y, do, dv, S, dS) as `between`."""
     B, T, H, HV, K, V = call.shape
-    C, anchored, shared = BLOCK * EVERY, plan.route == SAFE_GATE, HV > H
+    anchored, shared = plan.route == SAFE_GATE, HV > H
     # Tokens of no sequence get no gradient: what is returned for a packed batch starts at 0.
     blank = functools.partial(allocate_tokens, call, B, T, HV)
     dq, dk = (blank(K, dtype=torch.float32 if shared else call.q.dtype) for _ in range(2))
-    dg, dbeta = blank(K, dtype=torch.float32 if call.use_gate_in_kernel else call.g.dtype), blank()
-    inputs = (call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias)
-    between = (y, do, dv, states, dstates, dq, dk, dg, dbeta, *chunk_tables(call, plan, C))
-    sizes = (call.lower_bound or 0.0, call.beta_range, half_span(call, plan.route), call.scale, T, H, HV)
-    steps = {"LOWEST": int(math.log2(BLOCK)) if anchored else 0, "LEVELS": int(math.log2(C))}
-    tile = {"K": K, "V": V, "C": C, "SHARED": shared, **steps, **CHUNK[K], **(CAPPED.get(K, {}) if anchored else {})}
-    programs = slots_of(call, C) * HV if call.sequences else 0
-    launch(plan, kda_fused_chunk_bwd_kernel, programs, *inputs, *between, *sizes, **options(call, plan), **tile)
+    dg, dbeta = blank(K, dtype=call.g.dtype), blank()
+    partial = lambda x: None if x is None else allocate_tokens(call, plan.slots, HV, K)  # noqa: E731
+    dA_log, ddt_bias = partial(call.A_log), partial(call.dt_bias)
+    inputs = (call.q, call.k, call.g, factors, call.A_log, call.dt_bias)
+    results = (dq, dk, dg, dbeta, dA_log, ddt_bias)
+    sizes = (call.lower_bound or 0.0, half_span(call, plan.route), call.scale, T, H, HV)
+    levels = int(math.log2(BLOCK))
+    tile = {"K": K, "V": V, "C": BLOCK, "SHARED": shared, "LOWEST": levels if anchored else 0, "LEVELS": levels}
+    words = {**options(call, plan), **tile, **CHUNK[K]}
+    programs = plan.slots * HV if call.sequences else 0
+    launch(plan, kda_fused_chunk_bwd_kernel, programs, *inputs, *between, *results, *tables, *sizes, **words)
     if shared:
         dq, dk = (query_gradient(call, plan.route, part[None], x) for part, x in ((dq, call.q), (dk, call.k)))
-    return dq, dk, dg, dbeta
+    dA_log = None if dA_log is None else dA_log.sum((0, -1)).to(call.A_log.dtype)
+    ddt_bias = None if ddt_bias is None else ddt_bias.sum(0).flatten().to(call.dt_bias.dtype)
+    return dq, dk, dg, dbeta, dA_log, ddt_bias

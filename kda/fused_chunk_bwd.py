@@ -4,10 +4,9 @@ import triton
 import triton.language as tl
 
 from kda.chunk_intra import step_factors, step_range, step_region
-from kda.chunk_tiles import load_betas, range_sums, split_three, store_column
-from kda.fused_gate import log2_gate, range_sums_from, split_half
+from kda.chunk_tiles import split_three
+from kda.fused_gate import fast_gate_adjoint, log2_gate, split_half
 from kda.fused_prep import chunk_place
-from kda.recurrent_kernels import L2NORM_EPS
 
 # NOTE [Chunks apart]
 # Given S before and dS behind a chunk, y and dv of its rows, all else is the chunk's own, and chunks go in parallel:
@@ -19,69 +18,79 @@ from kda.recurrent_kernels import L2NORM_EPS
 # A gate's gradient is the sum of q dq, k dk and b k w over the ranges that contain it, as in NOTE [Ranges of gates],
 # and rowsum(S dS) over the whole chunk.
 
+# NOTE [Channels as rows]
+# Tiles of q, k, g and their gradients are held transposed, [K, C], as the states of the scans are: a tile of results is
+# the left operand of the next product as it lies in registers, the right ones are [C, C], and what is summed or scaled
+# by channel or token needs little or no exchange between threads. Every thread holds about a dozen tiles, so a chunk's
+# registers set how many chunks a multiprocessor works on.
+#
+# On Hopper the products are warp-group ones, and asynchronous. Where all operands of one are buffers of a pipelined
+# loop, Triton lets it run on into the next iteration; but buffers that something else reads too have no spare copy for
+# that, and the next loads overwrite them. Selecting the rows of y, do and dv between load and product takes these
+# operands through registers: then every product is waited for, and `harness.ahead` sees that it is.
+
 
 @triton.jit
-def normalise(b_x, L2NORM: tl.constexpr):
-    """(x / n, 1 / n) of rows with n = sqrt(sum x^2 + 1e-6), or (x, 1)."""
-    b_x = b_x.to(tl.float32)
-    b_rstd = tl.full([b_x.shape[0]], 1.0, tl.float32)
-    if L2NORM:
-        b_rstd = tl.rsqrt(tl.sum(b_x * b_x, axis=1) + L2NORM_EPS)
-        b_x *= b_rstd[:, None]
-    return b_x, b_rstd
-
-
-@triton.jit
-def store_gradient(p_x, b_dx, b_x, b_rstd, m_t, NORMALISED: tl.constexpr):
-    """Rows of dx, from those of the normalised x if it was."""
+def store_gradient(p_x, b_dx, b_x, scale, b_rstd, m_t, NORMALISED: tl.constexpr):
+    """Columns of the gradient of a row, from that of x, scale times it; NORMALISED: scale rstd times it, a unit row."""
+    b_scale = scale + tl.zeros_like(b_rstd)
     if NORMALISED:
-        b_dx = (b_dx - b_x * tl.sum(b_x * b_dx, axis=1)[:, None]) * b_rstd[:, None]
-    tl.store(p_x, b_dx.to(p_x.dtype.element_ty), mask=m_t[:, None])
+        b_dx -= b_x * (tl.sum(b_x * b_dx, axis=0) / (scale * scale))[None, :]
+        b_scale *= b_rstd
+    tl.store(p_x, (b_dx * b_scale[None, :]).to(p_x.dtype.element_ty), mask=m_t[None, :])
 
 
 @triton.jit
-def range_adjoint(m, b_e):
-    """Row i: the sum of the rows j with m[i, j]; nearly all digits count, since anchored pairs must cancel."""
+def range_exponents(b_hi, b_lo, m):
+    """Column i: the sum of the columns j with m[j, i] of a tile that is split in two."""
+    b_m = m.to(tl.float16)
+    return tl.dot(b_hi, b_m, tl.dot(b_lo, b_m))
+
+
+@triton.jit
+def range_adjoint(b_dg, b_e, m):
+    """Adds to column j the columns i with m[i, j]; nearly all digits count, since anchored pairs must cancel."""
+    b_m = m.to(tl.bfloat16)
     b_hi, b_mid, b_lo = split_three(b_e)
-    return range_sums(m, b_hi, b_mid, b_lo)
+    return tl.dot(b_hi, b_m, tl.dot(b_mid, b_m, tl.dot(b_lo, b_m, b_dg)))
 
 
 @triton.jit
-def pairs_of_step(b_q, b_k, b_beta, b_N, b_M, b_hi, b_lo, half_span, i_l, lowest, ANCHORED: tl.constexpr):
-    """What the pairs of a step of NOTE [Steps] add to dq, dk, w and dg.
+def pairs_of_step(
+    b_dq, b_dk, b_w, b_dg, b_q, b_k, b_beta, b_N, b_M, b_hi, b_lo, half_span, i_l, lowest, ANCHORED: tl.constexpr
+):
+    """(dq, dk, w, dg) with what the pairs of a step of NOTE [Steps] add to them.
 
     Factors enter dg as they were rounded for the products: what must cancel between the tokens of anchored pairs does.
     """
-    C: tl.constexpr = b_q.shape[0]
+    C: tl.constexpr = b_q.shape[1]
     o_i = tl.arange(0, C)[:, None]
     o_j = tl.arange(0, C)[None, :]
     m_pair = step_region(o_i, o_j, i_l, lowest, ANCHORED)
     b_N = tl.where(m_pair, b_N, 0.0)
     b_M = tl.where(m_pair, b_M, 0.0)
-    b_G = range_sums_from(0.0, step_range(o_i, o_j, i_l, lowest, ANCHORED), b_hi, b_lo)
+    b_G = range_exponents(b_hi, b_lo, step_range(o_j, o_i, i_l, lowest, ANCHORED))
     b_later, b_earlier = step_factors(b_G, i_l, lowest, half_span, ANCHORED)
     b_qx = (b_q * b_later).to(tl.bfloat16)
     if ANCHORED:
         b_kx = (b_k * b_later).to(tl.bfloat16)
-        b_bk = (b_beta[:, None] * b_k * b_earlier).to(tl.bfloat16)
-        b_dqx = tl.dot(b_N, b_bk)
-        b_dkx = tl.dot(b_M, b_bk)
-        b_w = tl.dot(tl.trans(b_N), b_qx) + tl.dot(tl.trans(b_M), b_kx)
-        b_e = b_qx.to(tl.float32) * b_dqx + b_kx.to(tl.float32) * b_dkx - b_bk.to(tl.float32) * b_w
-        b_dk = b_later * b_dkx
-        b_w *= b_earlier
+        b_bk = (b_beta[None, :] * b_k * b_earlier).to(tl.bfloat16)
     else:
-        # One tile: the odd blocks hold the later rows, the even ones the earlier, with their b.
-        m_later = (((o_i >> i_l) & 1) == 1) & (tl.zeros_like(b_k) == 0.0)
-        b_kx = (tl.where(m_later, b_k, b_beta[:, None] * b_k) * b_later).to(tl.bfloat16)
-        b_dqx = tl.dot(b_N, b_kx)
-        b_dkx = tl.dot(b_M + tl.trans(b_M), b_kx) + tl.dot(tl.trans(b_N), b_qx)
-        b_e = b_qx.to(tl.float32) * b_dqx + b_kx.to(tl.float32) * b_dkx
-        b_dkx *= b_later
-        b_dk = tl.where(m_later, b_dkx, 0.0)
-        b_w = tl.where(m_later, 0.0, b_dkx)
-    b_dg = range_adjoint(step_range(o_j, o_i, i_l, lowest, ANCHORED), b_e)
-    return b_later * b_dqx, b_dk, b_w, b_dg
+        # One tile: the odd blocks hold the later tokens, the even ones the earlier, with their b.
+        b_kx = (tl.where(((o_j >> i_l) & 1) == 1, 1.0, b_beta[None, :]) * b_k * b_later).to(tl.bfloat16)
+        b_bk = b_kx
+    b_dx = tl.dot(b_bk, tl.trans(b_N))
+    b_dq += b_later * b_dx
+    b_e = b_qx.to(tl.float32) * b_dx
+    b_dx = tl.dot(b_bk, tl.trans(b_M))
+    b_dk += b_later * b_dx
+    b_e += b_kx.to(tl.float32) * b_dx
+    b_dx = tl.dot(b_qx, b_N, tl.dot(b_kx, b_M))
+    b_w += b_earlier * b_dx
+    b_dx *= b_bk.to(tl.float32)
+    b_e = b_e - b_dx if ANCHORED else b_e + b_dx
+    b_dg = range_adjoint(b_dg, b_e, step_range(o_i, o_j, i_l, lowest, ANCHORED))
+    return b_dq, b_dk, b_w, b_dg
 
 
 @triton.jit(do_not_specialize=["T", "H", "HV"])
@@ -89,7 +98,7 @@ def kda_fused_chunk_bwd_kernel(
     q,
     k,
     g,
-    beta,
+    factors,
     A_log,
     dt_bias,
     y,
@@ -101,10 +110,11 @@ def kda_fused_chunk_bwd_kernel(
     dk,
     dg,
     dbeta,
+    dA_log,
+    ddt_bias,
     rows,
     counts,
     lower_bound,
-    beta_range,
     half_span,
     scale,
     T,
@@ -119,12 +129,13 @@ def kda_fused_chunk_bwd_kernel(
     LOWEST: tl.constexpr,
     LEVELS: tl.constexpr,
     L2NORM: tl.constexpr,
-    BETA_SIGMOID: tl.constexpr,
     SHARED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dq, dk `[rows, HV, K]`, dg of the activated gate and dbeta: NOTE [Chunks apart]; one program per chunk and head.
+    """dq, dk, dg `[rows, HV, K]` and dbeta of the activated beta: NOTE [Chunks apart]; one program per chunk and head.
 
+    factors: those of `kda_fused_prep_kernel`. dA_log, ddt_bias `[slots, HV, K]` fp32, or None: a chunk's part of the
+    gradients of A_log, by channel, and of dt_bias.
     SHARED: several value heads share a query head, whose dq and dk are summed, and taken through l2norm, elsewhere.
     """
     i_p = tl.program_id(0).to(tl.int64)
@@ -139,71 +150,82 @@ def kda_fused_chunk_bwd_kernel(
     o_k = tl.arange(0, K)
     m_t = o_t < count
     # Rows past the end repeat the last one, inert by beta = 0, gate = 0, y = 0, do = 0 and dv = 0.
-    o_row = tl.minimum(o_t, count - 1)[:, None]
-    o_qk = o_row * (H * K) + o_k[None, :]
-    o_tv = o_i * (HV * V) + tl.arange(0, BV)[None, :]
-    o_S = tl.arange(0, BV)[:, None] * K + o_k[None, :]
+    o_row = tl.minimum(o_t, count - 1)[None, :]
+    o_qk = o_k[:, None] + o_row * (H * K)
     i_rv = i_row * HV + i_hv
+    o_tv = i_rv * V + tl.minimum(o_i, count - 1) * (HV * V) + tl.arange(0, BV)[None, :]
+    o_S = tl.arange(0, BV)[:, None] * K + o_k[None, :]
     q += (i_row * H + i_h) * K
     k += (i_row * H + i_h) * K
-    g += i_rv * K
-    b_g = tl.load(g + o_row * (HV * K) + o_k[None, :])
+    b_g = tl.load(g + i_rv * K + o_k[:, None] + o_row * (HV * K))
     b_q = tl.load(q + o_qk)
     b_k = tl.load(k + o_qk)
+    factors += (i_rv + o_t * HV) * 3
+    b_q_rstd = tl.load(factors, mask=m_t, other=0.0) if L2NORM else tl.full([C], 1.0, tl.float32)
+    b_k_rstd = tl.load(factors + 1, mask=m_t, other=0.0) if L2NORM else tl.full([C], 1.0, tl.float32)
+    b_beta = tl.load(factors + 2, mask=m_t, other=0.0)
 
     b_N = tl.zeros([C, C], tl.float32)
     b_M = tl.zeros([C, C], tl.float32)
-    b_dq = tl.zeros([C, K], tl.float32)
-    b_dk = tl.zeros([C, K], tl.float32)
-    b_w = tl.zeros([C, K], tl.float32)
+    b_dq = tl.zeros([K, C], tl.float32)
+    b_dk = tl.zeros([K, C], tl.float32)
+    b_w = tl.zeros([K, C], tl.float32)
     b_SdS = tl.zeros([BV, K], tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
-        b_y = tl.load(y + i_rv * V + i_v + o_tv, mask=m_t[:, None], other=0.0)
-        b_do = tl.load(do + i_rv * V + i_v + o_tv, mask=m_t[:, None], other=0.0)
-        b_dv = tl.load(dv + i_rv * V + i_v + o_tv, mask=m_t[:, None], other=0.0)
+        b_y = tl.where(m_t[:, None], tl.load(y + i_v + o_tv), 0.0)
+        b_do = tl.where(m_t[:, None], tl.load(do + i_v + o_tv), 0.0)
+        b_dv = tl.where(m_t[:, None], tl.load(dv + i_v + o_tv), 0.0)
         b_S = tl.load(states + (i_p * V + i_v) * K + o_S)
         b_dS = tl.load(dstates + (i_p * V + i_v) * K + o_S)
-        b_N += tl.dot(b_do, tl.trans(b_y))
-        b_M += tl.dot(b_dv, tl.trans(b_y))
-        b_dq += tl.dot(b_do, b_S)
-        b_dk += tl.dot(b_dv, b_S)
-        b_w += tl.dot(b_y, b_dS)
+        b_N = tl.dot(b_do, tl.trans(b_y), b_N)
+        b_M = tl.dot(b_dv, tl.trans(b_y), b_M)
+        b_dq = tl.dot(tl.trans(b_S), tl.trans(b_do), b_dq)
+        b_dk = tl.dot(tl.trans(b_S), tl.trans(b_dv), b_dk)
+        b_w = tl.dot(tl.trans(b_dS), tl.trans(b_y), b_w)
         b_SdS += b_S.to(tl.float32) * b_dS.to(tl.float32)
 
+    b_identity = (o_i == o_j).to(tl.bfloat16)
     b_A = tl.load(A_log + i_hv).to(tl.float32) if A_log is not None else 0.0
     b_bias = tl.load(dt_bias + i_hv * K + o_k).to(tl.float32) if dt_bias is not None else tl.zeros([K], tl.float32)
-    b_g = log2_gate(b_g, m_t, b_bias, b_A, lower_bound, GATE)
-    b_hi, b_lo = split_half(b_g)
-    b_q, b_q_rstd = normalise(b_q, L2NORM)
-    b_k, b_k_rstd = normalise(b_k, L2NORM)
-    b_beta = load_betas(beta + i_rv + o_t * HV, m_t, beta_range, BETA_SIGMOID)
+    b_hi, b_lo = split_half(log2_gate(b_g, m_t[None, :], b_bias[:, None], b_A, lower_bound, GATE))
+    # A product with I leaves q and k as they are, and where the other products have their results.
+    b_q = tl.dot(b_q, b_identity) * (scale * b_q_rstd)[None, :]
+    b_k = tl.dot(b_k, b_identity) * b_k_rstd[None, :]
 
-    b_x = tl.exp2(range_sums_from(0.0, o_j <= o_i, b_hi, b_lo))
-    b_dq *= scale * b_x
-    b_dk *= -b_x
-    b_w *= tl.exp2(range_sums_from(0.0, o_j > o_i, b_hi, b_lo))
-    b_dg = range_adjoint(o_i <= o_j, b_q * b_dq + b_k * b_dk)
-    b_dg += range_adjoint(o_i > o_j, b_beta[:, None] * b_k * b_w)
-    b_dg += (tl.exp2(tl.sum(b_g, axis=0)) * tl.sum(b_SdS, axis=0))[None, :]
+    b_x = tl.exp2(range_exponents(b_hi, b_lo, o_i <= o_j))
+    b_dq *= b_x
+    b_dk *= b_x * -1.0
+    b_w *= tl.exp2(range_exponents(b_hi, b_lo, o_i > o_j))
+    b_decay = tl.sum(tl.where(o_j == C - 1, b_x, 0.0), axis=1)
+    b_dg = tl.zeros([K, C], tl.float32) + (b_decay * tl.sum(b_SdS, axis=0))[:, None]
+    b_dg = range_adjoint(b_dg, b_q * b_dq + b_k * b_dk, o_i >= o_j)
+    b_dg = range_adjoint(b_dg, b_beta[None, :] * b_k * b_w, o_i < o_j)
 
-    b_N *= scale
-    b_diagonal = tl.sum(tl.where(o_i == o_j, b_N, 0.0), axis=1)[:, None]
-    b_dq += b_diagonal * b_beta[:, None] * b_k
-    b_w += b_diagonal * b_q
+    b_diagonal = tl.sum(tl.where(o_i == o_j, b_N, 0.0), axis=0)
+    b_dq += (b_diagonal * b_beta)[None, :] * b_k
+    b_w += b_diagonal[None, :] * b_q
     b_N16 = tl.where(o_i > o_j, b_N, 0.0).to(tl.bfloat16)
     b_M16 = tl.where(o_i > o_j, -b_M, 0.0).to(tl.bfloat16)
-    for i_l in tl.static_range(LOWEST - ANCHORED, LEVELS):
-        b_dqs, b_dks, b_ws, b_dgs = pairs_of_step(
-            b_q, b_k, b_beta, b_N16, b_M16, b_hi, b_lo, half_span, i_l, LOWEST, ANCHORED and i_l < LOWEST
+    if ANCHORED:
+        b_dq, b_dk, b_w, b_dg = pairs_of_step(
+            b_dq, b_dk, b_w, b_dg, b_q, b_k, b_beta, b_N16, b_M16, b_hi, b_lo, half_span, LOWEST - 1, LOWEST, True
         )
-        b_dq += b_dqs
-        b_dk += b_dks
-        b_w += b_ws
-        b_dg += b_dgs
-    b_dk += b_beta[:, None] * b_w
+    for i_l in range(LOWEST, LEVELS):
+        b_dq, b_dk, b_w, b_dg = pairs_of_step(
+            b_dq, b_dk, b_w, b_dg, b_q, b_k, b_beta, b_N16, b_M16, b_hi, b_lo, half_span, i_l, LOWEST, False
+        )
+    b_dk += b_beta[None, :] * b_w
 
-    store_column(dbeta + i_rv + o_t * HV, tl.sum(b_k * b_w, axis=1), m_t, o_k[None, :])
-    tl.store(dg + i_rv * K + o_i * (HV * K) + o_k[None, :], b_dg.to(dg.dtype.element_ty), mask=m_t[:, None])
-    o_x = i_rv * K + o_i * (HV * K) + o_k[None, :]
-    store_gradient(dq + o_x, b_dq, b_q, b_q_rstd, m_t, L2NORM and not SHARED)
-    store_gradient(dk + o_x, b_dk, b_k, b_k_rstd, m_t, L2NORM and not SHARED)
+    tl.store(dbeta + i_rv + o_t * HV, tl.sum(b_k * b_w, axis=0), mask=m_t)
+    o_x = i_rv * K + o_k[:, None] + o_j * (HV * K)
+    b_dg = tl.where(m_t[None, :], b_dg, 0.0)
+    if GATE != "none":
+        b_z = b_g.to(tl.float32) + b_bias[:, None]
+        b_dg, b_dA = fast_gate_adjoint(b_dg, b_z, b_A, lower_bound, GATE)
+        if dA_log is not None:
+            tl.store(dA_log + i_p * K + o_k, tl.sum(b_dA, axis=1))
+        if ddt_bias is not None:
+            tl.store(ddt_bias + i_p * K + o_k, tl.sum(b_dg, axis=1))
+    tl.store(dg + o_x, b_dg.to(dg.dtype.element_ty), mask=m_t[None, :])
+    store_gradient(dq + o_x, b_dq, b_q, scale, b_q_rstd, m_t, L2NORM and not SHARED)
+    store_gradient(dk + o_x, b_dk, b_k, 1.0, b_k_rstd, m_t, L2NORM and not SHARED)

@@ -49,10 +49,10 @@ def arch(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def slots_of(call: Call, C: int = BLOCK) -> int:
-    """Places for chunks of C tokens: their number in a dense batch, and no fewer in a packed one."""
+def slots_of(call: Call) -> int:
+    """Places for chunks: their number in a dense batch, and no fewer in a packed one."""
     B, T = call.q.shape[:2]
-    return B * -(-T // C) if call.cu_seqlens is None else T // C + call.sequences
+    return B * -(-T // BLOCK) if call.cu_seqlens is None else T // BLOCK + call.sequences
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,16 @@ class FusedPlan:
 
 @dataclass(frozen=True)
 class Workspace:
-    """What the scan needs of each chunk, by slot and value head: see `kda_fused_prep_kernel`."""
+    """What the scan needs of each chunk, by slot and value head: see `kda_fused_prep_kernel`.
+
+    `tables`: (first row, tokens) of every slot, int64; Nones for a dense batch, which needs none.
+    """
 
     kq_decayed: Tensor
     k_rest: Tensor
     response: Tensor
     decay: Tensor
+    tables: tuple[Tensor | None, Tensor | None]
 
     @classmethod
     def of(cls, call: Call, plan: FusedPlan, adjoint: bool) -> "Workspace":
@@ -104,23 +108,23 @@ class Workspace:
             operands(*lead, BLOCK, K),
             operands(*lead, (3 if adjoint else 2) * BLOCK, BLOCK),
             empty(*lead, K, dtype=torch.float32),
+            chunk_tables(call, plan),
         )
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.kq_decayed, self.k_rest, self.response, self.decay
 
 
-def chunk_tables(call: Call, plan: FusedPlan, C: int = BLOCK) -> tuple[Tensor | None, Tensor | None]:
-    """(first row, tokens) of every slot of C tokens, int64; a dense batch needs none."""
+def chunk_tables(call: Call, plan: FusedPlan) -> tuple[Tensor | None, Tensor | None]:
+    """Those of a workspace."""
     if call.cu_seqlens is None:
         return None, None
-    slots = slots_of(call, C)
-    rows, counts = torch.empty(2, slots, dtype=torch.int64, device=call.q.device)
+    rows, counts = torch.empty(2, plan.slots, dtype=torch.int64, device=call.q.device)
     N, T = call.sequences, call.q.shape[1]
     if N:
-        sizes = (N, T, slots, N.bit_length())
-        tile = {"C": C, "BLOCK": INDEX_SLOTS, "num_warps": 4}
-        programs = triton.cdiv(slots, INDEX_SLOTS)
+        sizes = (N, T, plan.slots, N.bit_length())
+        tile = {"C": BLOCK, "BLOCK": INDEX_SLOTS, "num_warps": 4}
+        programs = triton.cdiv(plan.slots, INDEX_SLOTS)
         launch(plan, kda_fused_index_kernel, programs, dense(call.cu_seqlens), rows, counts, *sizes, **tile)
     return rows, counts
 
@@ -131,21 +135,23 @@ def options(call: Call, plan: FusedPlan) -> dict[str, object]:
         "GATE": plan.gate,
         "ANCHORED": plan.route == SAFE_GATE,
         "L2NORM": call.use_qk_l2norm_in_kernel,
-        "BETA_SIGMOID": call.use_beta_sigmoid_in_kernel,
     }
 
 
-def prepare(call: Call, plan: FusedPlan, adjoint: bool = False) -> Workspace:
-    """Every chunk as an operator, all of them at once; `adjoint`: as the backward pass wants them."""
+def prepare(call: Call, plan: FusedPlan, factors: Tensor | None = None) -> Workspace:
+    """Every chunk as an operator, all of them at once; with `factors` `[B, T, HV, 3]`, which is filled: as the backward
+    pass wants them.
+    """
     _, T, H, HV, K, _ = call.shape
-    made = Workspace.of(call, plan, adjoint)
+    made = Workspace.of(call, plan, adjoint=factors is not None)
     inputs = (call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias)
     sizes = (call.lower_bound or 0.0, call.beta_range, float(plan.shift), call.scale, T, H, HV)
-    flags = {**options(call, plan), "SOLVED": plan.solved, "ADJOINT": adjoint}
+    flags = {**options(call, plan), "BETA_SIGMOID": call.use_beta_sigmoid_in_kernel}
+    flags |= {"SOLVED": plan.solved, "ADJOINT": factors is not None}
     tile = {"K": K, "C": BLOCK, **PREP[plan.route]}
     programs = plan.slots * HV if call.sequences else 0
-    tables = chunk_tables(call, plan)
-    launch(plan, kda_fused_prep_kernel, programs, *inputs, *made.tensors(), *tables, *sizes, **flags, **tile)
+    between = (*made.tensors(), factors, *made.tables)
+    launch(plan, kda_fused_prep_kernel, programs, *inputs, *between, *sizes, **flags, **tile)
     return made
 
 
@@ -175,10 +181,9 @@ def run_scan(
     scale: float,
     ht: Tensor | None = None,
     states: Tensor | None = None,
-    every: int = 1,
     values: bool = False,
 ) -> None:
-    """Fill o (`values`: with y), and what there is of the final state and the states before every `every`-th chunk."""
+    """Fill o (`values`: with y), and what there is of the final state and the states before every chunk."""
     _, T, _, HV, K, V = call.shape
     N, C, tile = call.sequences, BLOCK, SCAN[K]
     blocks = (None,) * 6
@@ -190,6 +195,6 @@ def run_scan(
     arguments = (call.v, o, *made.tensors(), call.initial_state, ht, states, dense(call.cu_seqlens), *blocks)
     sizes = (scale, 2.0**-plan.shift, N, T, HV)
     stages = tile.stages if blocks[0] is None else tile.tma_stages
-    shape = {"K": K, "V": V, "C": C, "BV": tile.BV, "V_FIRST": call.state_v_first, "VALUES": values, "EVERY": every}
+    shape = {"K": K, "V": V, "C": C, "BV": tile.BV, "V_FIRST": call.state_v_first, "VALUES": values}
     grid = N * HV * (V // tile.BV)
     launch(plan, kda_fused_scan_kernel, grid, *arguments, *sizes, **shape, STAGES=stages, num_warps=tile.num_warps)

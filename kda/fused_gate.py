@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kda.chunk_tiles import GATE_FLOOR
-from kda.fp32_math import LOG2E, exp
+from kda.fp32_math import LN2, LOG2E, exp
 
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 
@@ -37,25 +37,64 @@ def fast_softplus_gate(b_z, b_A):
 
 
 @triton.jit
+def steepness(b_A):
+    """exp(A_log) log2(e), finite, so that it makes 0 of 0."""
+    return tl.minimum(exp(b_A) * LOG2E, FP32_MAX)
+
+
+@triton.jit
 def fast_bounded_gate(b_z, b_A, lower_bound):
     """lower_bound sigmoid(exp(A_log) z) log2(e), with sigmoid(x) = rsqrt(1 + e^-x)^2: a NaN for a NaN only."""
-    b_steep = tl.minimum(exp(b_A) * LOG2E, FP32_MAX)
-    b_root = tl.rsqrt(1.0 + tl.exp2(-b_steep * b_z))
+    b_root = tl.rsqrt(1.0 + tl.exp2(-steepness(b_A) * b_z))
     return b_root * b_root * (lower_bound * LOG2E)
 
 
 @triton.jit
-def log2_gate(b_g, m_t, b_bias, b_A, lower_bound, GATE: tl.constexpr):
-    """Log2 gates of rows, activated if they are raw; resets clamped; 0 where not m_t."""
+def fast_softplus_adjoint(b_dg, b_z, b_A):
+    """dz = -dg exp(A_log) sigmoid(z), and dA_log = dg g."""
+    b_t = tl.abs(b_z) * LOG2E
+    b_root = tl.rsqrt(1.0 + tl.exp2(-b_t))
+    b_slope = tl.exp2(b_A * LOG2E - tl.where(b_z > 0.0, 0.0, b_t)) * (b_root * b_root)
+    return -b_dg * b_slope, b_dg * (fast_softplus_gate(b_z, b_A) * LN2)
+
+
+@triton.jit
+def fast_bounded_adjoint(b_dg, b_z, b_A, lower_bound):
+    """With x = exp(A_log) z: dz = dg lower_bound sigmoid'(x) exp(A_log), dA_log = dg lower_bound sigmoid'(x) x.
+
+    sigmoid'(x) = e / (1 + e)^2 with e = e^-|x|, exp(A_log) e in one exponent.
+    """
+    b_x = steepness(b_A) * b_z
+    b_e = tl.exp2(-tl.abs(b_x))
+    b_root = tl.rsqrt(1.0 + b_e)
+    b_root *= b_root
+    b_dy = b_dg * lower_bound * (b_root * b_root)
+    b_dA = tl.where(b_e == 0.0, 0.0, b_dy * (b_e * b_x * LN2))
+    return b_dy * tl.exp2(b_A * LOG2E - tl.abs(b_x)), b_dA
+
+
+@triton.jit
+def fast_gate_adjoint(b_dg, b_z, b_A, lower_bound, GATE: tl.constexpr):
+    """(dz, dA_log by token and channel) of the activation of z = g + dt_bias; both are 0 where dg is, as at resets."""
+    if GATE == "softplus":
+        b_dz, b_dA = fast_softplus_adjoint(b_dg, b_z, b_A)
+    else:
+        b_dz, b_dA = fast_bounded_adjoint(b_dg, b_z, b_A, lower_bound)
+    return tl.where(b_dg == 0.0, 0.0, b_dz), tl.where(b_dg == 0.0, 0.0, b_dA)
+
+
+@triton.jit
+def log2_gate(b_g, m, b_bias, b_A, lower_bound, GATE: tl.constexpr):
+    """Log2 gates, activated if they are raw; resets clamped; 0 where not m. m and b_bias broadcast to the tile."""
     b_g = b_g.to(tl.float32)
     if GATE == "softplus":
-        b_g = fast_softplus_gate(b_g + b_bias[None, :], b_A)
+        b_g = fast_softplus_gate(b_g + b_bias, b_A)
     elif GATE == "bounded":
-        b_g = fast_bounded_gate(b_g + b_bias[None, :], b_A, lower_bound)
+        b_g = fast_bounded_gate(b_g + b_bias, b_A, lower_bound)
     else:
         b_g = b_g * LOG2E
     b_g = tl.where(b_g < GATE_FLOOR, GATE_FLOOR, b_g)
-    return tl.where(m_t[:, None], b_g, 0.0)
+    return tl.where(m, b_g, 0.0)
 
 
 @triton.jit

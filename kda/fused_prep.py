@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kda.chunk_intra import step_range, step_region
-from kda.chunk_tiles import load_betas, operand, product
+from kda.chunk_tiles import load_betas, operand, product, store_column
 from kda.fused_gate import log2_gate, range_sums_from, split_half
 from kda.recurrent_kernels import L2NORM_EPS
 
@@ -90,6 +90,7 @@ def kda_fused_prep_kernel(
     k_rest,
     response,
     decay,
+    factors,
     rows,
     counts,
     lower_bound,
@@ -112,9 +113,10 @@ def kda_fused_prep_kernel(
     """The four tiles of NOTE [Chunk as an operator], by slot and value head; one program each.
 
     kq_decayed `[slots, HV, 2 C, K]`: k 2^(G + shift), then q 2^(G + shift); k_rest `[slots, HV, C, K]`:
-    b k 2^(G_C - G); response `[slots, HV, 2 C, C]`: R, then A_qk b R; decay `[slots, HV, K]` fp32. GATE: none, softplus
-    or bounded. SOLVED: the format of A_qk b and of R in their product, fp16 where both are known to be small. ADJOINT:
-    for the backward pass, scale q for q, and response `[slots, HV, 3 C, C]`: R, what its rounding left, scale A_qk b.
+    b k 2^(G_C - G); response `[slots, HV, 2 C, C]`: R, then A_qk b R; decay `[slots, HV, K]` fp32. factors
+    `[B, T, HV, 3]` fp32, or None: 1 / |q| and 1 / |k|, with L2NORM, and beta. GATE: none, softplus or bounded. SOLVED:
+    the format of A_qk b and of R in their product, fp16 where both are known to be small. ADJOINT: for the backward
+    pass, scale q for q, and response `[slots, HV, 3 C, C]`: R, what its rounding left, scale A_qk b.
     """
     INTRA: tl.constexpr = "tf32" if ADJOINT else "bf16"
     ROWS: tl.constexpr = 3 * C if ADJOINT else 2 * C
@@ -155,13 +157,19 @@ def kda_fused_prep_kernel(
         b_diagonal *= scale
 
     b_beta = load_betas(beta + tl.minimum(o_t, count - 1) * HV, m_t, beta_range, BETA_SIGMOID)
+    if factors is not None:
+        factors += ((i_row + o_t) * HV + i_hv) * 3
+        if L2NORM:
+            store_column(factors, b_q_rstd, m_t, o_j)
+            store_column(factors + 1, b_k_rstd, m_t, o_j)
+        store_column(factors + 2, b_beta, m_t, o_j)
     b_qk = tl.zeros([C, C], tl.float32)
     b_kk = tl.zeros([C, C], tl.float32)
     for i_k in tl.range(0, K // BK, num_stages=1):
         o_k = i_k * BK + tl.arange(0, BK)
         o_qk = o_row * (H * K) + o_k[None, :]
         b_bias = tl.load(dt_bias + i_hv * K + o_k).to(tl.float32) if dt_bias is not None else tl.zeros([BK], tl.float32)
-        b_g = log2_gate(b_next, m_t, b_bias, b_A, lower_bound, GATE)
+        b_g = log2_gate(b_next, m_t[:, None], b_bias[None, :], b_A, lower_bound, GATE)
         p_g += BK
         b_next = tl.load(p_g, mask=i_k + 1 < K // BK, other=0.0)
         tl.store(decay + o_k, tl.exp2(tl.sum(b_g, axis=0)))

@@ -124,14 +124,13 @@ def kda_fused_scan_kernel(
     BV: tl.constexpr,
     V_FIRST: tl.constexpr,
     VALUES: tl.constexpr,
-    EVERY: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """o `[B, T, HV, V]` and the final states from the tiles of `kda_fused_prep_kernel`.
 
     One program per (BV columns of V, value head, sequence). `*_blocks` are tensor descriptors of the same memory, rows
     by columns, or all None. unshift: 2^-shift. Packed: rows after the last sequence get o = 0. VALUES, for the backward
-    pass: o receives y. states `[slots of EVERY C tokens, HV, V, K]` bf16, or None: S before every EVERY-th chunk.
+    pass: o receives y. states `[slots, HV, V, K]` bf16, or None: S before every chunk.
     """
     ROWS: tl.constexpr = C if VALUES else 2 * C
     RESPONSE: tl.constexpr = 3 * C if VALUES else 2 * C
@@ -140,7 +139,6 @@ def kda_fused_scan_kernel(
     i_hv = (i_p // (V // BV) % HV).to(tl.int32)
     i_n = i_p // ((V // BV) * HV)
     i_row, i_slot, length = sequence_place(i_n, cu_seqlens, T, C)
-    _, i_state, _ = sequence_place(i_n, cu_seqlens, T, C * EVERY)
     o_t = tl.arange(0, C)
     o_k = tl.arange(0, K)
     o_v = i_v + tl.arange(0, BV)
@@ -169,8 +167,7 @@ def kda_fused_scan_kernel(
             b_rest = tl.load(k_rest + i_w * (C * K) + o_rest)
             b_v = tl.load(v + i_t * C * HV.to(tl.int64) * V + o_tv)
         b_decay = tl.load(decay + i_w * K + o_k)
-        if i_t % EVERY == 0:
-            store_state(states, state_blocks, (i_state + i_t // EVERY) * HV + i_hv, i_v, b_S, V)
+        store_state(states, state_blocks, i_w, i_v, b_S, V)
         b_S, b_o = scan_step(b_S, b_kq, b_response, b_rest, b_decay, b_v, unshift, BV, C, VALUES)
         b_o = tl.trans((scale * b_o).to(tl.bfloat16))
         if v_blocks is not None:
@@ -188,8 +185,7 @@ def kda_fused_scan_kernel(
         b_rest = tl.load(k_rest + i_w * (C * K) + o_rest)
         b_decay = tl.load(decay + i_w * K + o_k)
         b_v = tl.load(v + i_o + o_tv, mask=m_t, other=0.0)
-        if full % EVERY == 0:
-            store_state(states, state_blocks, (i_state + full // EVERY) * HV + i_hv, i_v, b_S, V)
+        store_state(states, state_blocks, i_w, i_v, b_S, V)
         b_S, b_o = scan_step(b_S, b_kq, b_response, b_rest, b_decay, b_v, unshift, BV, C, VALUES)
         tl.store(o + i_o + o_tv, tl.trans((scale * b_o).to(tl.bfloat16)), mask=m_t)
     if final_state is not None:

@@ -51,12 +51,11 @@ def kda_fused_scan_bwd_kernel(
     C: tl.constexpr,
     BV: tl.constexpr,
     V_FIRST: tl.constexpr,
-    EVERY: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """dv `[B, T, HV, V]` and dh0 from the tiles that `kda_fused_prep_kernel` makes with ADJOINT.
 
-    One program per (BV columns of V, value head, sequence). states `[slots of EVERY C tokens, HV, V, K]` bf16: dS
+    One program per (BV columns of V, value head, sequence). states `[slots, HV, V, K]` bf16: dS
     behind the last chunk of each slot. `*_blocks` are tensor descriptors of the same memory, rows by columns, or all
     None. (un)shift: 2^(-)shift.
     """
@@ -65,7 +64,6 @@ def kda_fused_scan_bwd_kernel(
     i_hv = (i_p // (V // BV) % HV).to(tl.int32)
     i_n = i_p // ((V // BV) * HV)
     i_row, i_slot, length = sequence_place(i_n, cu_seqlens, T, C)
-    _, i_state, _ = sequence_place(i_n, cu_seqlens, T, C * EVERY)
     o_t = tl.arange(0, C)
     o_k = tl.arange(0, K)
     o_v = i_v + tl.arange(0, BV)
@@ -95,7 +93,7 @@ def kda_fused_scan_bwd_kernel(
         b_rest = tl.load(k_rest + i_w * (C * K) + o_tk)
         b_decay = tl.load(decay + i_w * K + o_k)
         b_do = tl.load(do + i_o + o_tv, mask=m_t, other=0.0)
-        store_state(states, state_blocks, (i_state + full // EVERY) * HV + i_hv, i_v, unshift * b_dS, V)
+        store_state(states, state_blocks, i_w, i_v, unshift * b_dS, V)
         b_dS, b_dv = reverse_step(b_dS, b_k, b_q, b_R, b_R_rest, b_A, b_rest, b_decay, b_do, unshift)
         tl.store(dv + i_o + o_tv, tl.trans(b_dv), mask=m_t)
 
@@ -119,8 +117,7 @@ def kda_fused_scan_bwd_kernel(
             b_rest = tl.load(k_rest + i_w * (C * K) + o_tk)
             b_do = tl.load(do + i_t * C * HV.to(tl.int64) * V + o_tv)
         b_decay = tl.load(decay + i_w * K + o_k)
-        if (i_t % EVERY == EVERY - 1) | ((i_b == 0) & (rest == 0)):
-            store_state(states, state_blocks, (i_state + i_t // EVERY) * HV + i_hv, i_v, unshift * b_dS, V)
+        store_state(states, state_blocks, i_w, i_v, unshift * b_dS, V)
         b_dS, b_dv = reverse_step(b_dS, b_k, b_q, b_R, b_R_rest, b_A, b_rest, b_decay, b_do, unshift)
         b_dv = tl.trans(b_dv)
         if do_blocks is not None:

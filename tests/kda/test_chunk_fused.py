@@ -56,6 +56,7 @@ OPTIONS = {
     "neg_eigval": {**RAW, **BOUNDED, "neg_eigval": True},
     "fp32_gate-scale": {"scale": -3.0, "safe_gate": True},
     "gva-v_first": {"heads": 2, "group": 2, "v_first": True, "lengths": (18, 18)},
+    "gva-l2norm": {**RAW, **BOUNDED, "group": 2},
     "no_states": {"initial_state": False, "final_state": False, "safe_gate": True},
     "boundaries": {"lengths": BOUNDARIES, "packed": True, "safe_gate": True},
     "boundaries-unbounded-tail": {"lengths": BOUNDARIES[::-1], "packed": True, "tail": 21, "offsets": "int32"},

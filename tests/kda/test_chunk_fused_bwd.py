@@ -10,7 +10,7 @@ from harness import interpreter, verdict
 from harness.bits import differing_bytes
 from harness.call import DIFFERENTIABLE, keywords
 from harness.problem import Case, materialise
-from kda import fused, fused_bwd, fused_fwd
+from kda import fused, fused_fwd
 from tests.kda.test_chunk_fused import BOTH, BOUNDED, INTERPRETED, OPTIONS, PLAIN, RAW, SOFTPLUS, TOKENS, route_of
 
 TRAINED = replace(PLAIN, loss="both", lengths=(18,))
@@ -60,10 +60,7 @@ def test_gradients_of_one_result_alone(route, loss, device):
 
 
 @BOTH
-@pytest.mark.parametrize("every", [1, 2])
-def test_chunks_of_the_last_kernel_may_be_longer(route, every, device, monkeypatch):
-    """States for every second chunk of the scans; sequences that end in each part of such a pair."""
-    monkeypatch.setattr(fused_bwd, "EVERY", every)
+def test_sequences_may_end_anywhere_in_a_chunk(route, device):
     case = case_of(route, device, lengths=(5, 31, 0, 32, 33), packed=True, tail=2)
     assert judged(case, gradients(case)) == []
 
@@ -76,7 +73,7 @@ def test_the_record_has_the_kernels_of_the_backward_pass(route, device):
     assert {launch.route for launch in launches} == {route}
     assert [launch.kernel for launch in launches] == [
         *("kda_fused_prep_kernel", "kda_fused_scan_kernel") * 2,
-        *("kda_fused_scan_bwd_kernel", "kda_fused_chunk_bwd_kernel", "kda_gate_bwd_kernel"),
+        *("kda_fused_scan_bwd_kernel", "kda_fused_chunk_bwd_kernel"),
     ]
 
 
@@ -153,10 +150,8 @@ def test_values_of_any_size_fit_beside_the_shift(route, exponent, device):
 
 
 @BOTH
-@pytest.mark.parametrize("every", [1, 2])
-def test_descriptors_read_what_pointers_read(route, every, device, monkeypatch):
+def test_descriptors_read_what_pointers_read(route, device, monkeypatch):
     """The scans by tensor descriptors, which TMA serves, against the same by pointers; full chunks, tails, no chunk."""
-    monkeypatch.setattr(fused_bwd, "EVERY", every)
     case = case_of(route, device, lengths=(33, 0, 5, 16), packed=True, tail=2, group=2)
     monkeypatch.setattr(fused_fwd, "arch", lambda device: 90)
     by_descriptors = gradients(case)
