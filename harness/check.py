@@ -105,7 +105,10 @@ class Checks:
 def plan(
     subject: Subject, profile: Profile, routes: str, families: str, device: str, seed: int, shape: Shape | None = None
 ) -> list[Task]:
-    """Every task of a run, dealt out so that an early stop has seen something of every route and family."""
+    """Every task of a run, dealt out so that an early stop has seen something of every route and family.
+
+    Large ones come last: they begin with the first and take the longest, and nobody should wait for them in between.
+    """
     queues = []
     for route in subject.routes:
         if not fnmatch.fnmatch(route.id, routes):
@@ -117,7 +120,7 @@ def plan(
             queues.append(list(dict.fromkeys(_held_to(shape, task) for task in tasks)))
     rounds = max(map(len, queues), default=0)
     ordered = [queue[i] for i in range(rounds) for queue in queues if i < len(queue)]
-    return sorted(ordered, key=lambda task: not task.required)
+    return sorted(ordered, key=lambda task: (task.large, not task.required))
 
 
 def _asked(subject: Subject, route: Route, family: Family, device: str) -> bool:

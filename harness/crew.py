@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -17,10 +18,12 @@ from harness.orphans import end_with_parent
 from harness.problem import Problem
 from harness.runner import Checked, Runner
 from harness.subject import load_subject
+from harness.verdict import Verdict
 
 TASKS_PER_PROCESS = 12  # a process costs a few seconds to start
 MOST_ON_A_GPU = 8  # contexts that share one device
-LARGE_BYTES = 44 * 2**30  # of a GPU's memory that a large job may need, most of it for the oracle
+PAUSES = (5.0, 10.0, 20.0, 40.0, 60.0)  # seconds between tries for memory that other processes have
+LARGE_BYTES = 60 * 2**30  # of a GPU's memory that a large job may need, most of it for the oracle
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,28 @@ def _checked(runner: Runner, job: Job, seed: int) -> Checked:
 
 
 def _work(job: Job) -> tuple[Checked, bool]:
-    checked = _checked(_runner, job, _seed)
+    checked = with_patience(lambda: _checked(_runner, job, _seed), job)
     checked.runs, checked.varied = [], {}  # outputs are large, and nobody asks for them there
     return checked, _runner.poisoned
+
+
+def with_patience(check: Callable[[], Checked], job: Job, pauses: Iterable[float] = PAUSES) -> Checked:
+    """A check again after each pause, for as long as it finds too little memory: other processes have it, and give it
+    back. A call that never fits is a crash, as in a process alone; an oracle that never does has proved nothing.
+    """
+    for pause in (*pauses, None):
+        try:
+            checked = check()
+            short = any(v.klass == "CRASH" and "OutOfMemoryError" in v.message for v in checked.verdicts)
+        except torch.OutOfMemoryError as error:
+            said = f"no verdict: the oracle found too little memory ({str(error).splitlines()[0]})"
+            verdict = Verdict("call", "NOT_COVERED", 0.0, "memory", said)
+            checked, short = Checked(job.problem, job.route, [verdict], proven=False), True
+        if not short or pause is None:
+            break
+        torch.cuda.empty_cache()
+        time.sleep(pause)
+    return checked
 
 
 class Crew:
@@ -108,7 +130,7 @@ class Crew:
 
     def _ordered(self, waiting: deque[Job], more: Callable[[], bool]) -> Iterator[Checked]:
         started = lambda job: (job, self._submit(job))  # noqa: E731
-        large = deque(self._submit(job) for job in waiting if job.large)  # at once: they take the longest
+        large = deque(self._submit(job) for job in waiting if job.large)  # at once, in a pool of their own
         running: deque[tuple[Job, Future]] = deque()
         while (waiting or running) and more():
             while waiting and len(running) < 4 * self.count:

@@ -8,12 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from harness.crew import Crew, Job, Settings, processes
+from harness.crew import Crew, Job, Settings, processes, with_patience
 from harness.families import family
 from harness.fitting import fitted
 from harness.runner import Checked, Runner
 from harness.subject import load_subject
+from harness.verdict import Verdict
 
 SUBJECTS = "tests.harness.subjects"
 
@@ -97,7 +99,7 @@ def ended(pid: int) -> bool:
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
 def test_killed_processes_cost_no_result(large, tmp_path):
     """All die while most jobs have not begun: the pools that they leave take no job, and new ones do."""
-    given = jobs(large=large) * 8
+    given = jobs(large=large) * 3
     subject = load_subject("kda")
     here = Runner(subject, "cpu", tmp_path)
     crew = Crew(Settings(subject.name, "cpu", tmp_path), 2, here)
@@ -113,3 +115,26 @@ def test_killed_processes_cost_no_result(large, tmp_path):
         here.close()
     assert [c.problem for c in found] == [job.problem for job in given]
     assert {v.klass for c in found for v in c.verdicts} == {"OK"}
+
+
+OUT_OF_MEMORY = Verdict("call", "CRASH", float("inf"), "crash", "OutOfMemoryError: CUDA out of memory")
+
+
+@pytest.mark.parametrize("shortage", ["oracle", "call"])
+@pytest.mark.parametrize("short_for, klass", [(2, "OK"), (9, None)], ids=["for-a-while", "for-good"])
+def test_too_little_memory_is_waited_for_and_ends_no_run(shortage, short_for, klass):
+    job, tries = jobs()[0], []
+
+    def check() -> Checked:
+        tries.append(shortage)
+        if len(tries) > short_for:
+            return Checked(job.problem, job.route, [Verdict("o", "OK", 0.1)])
+        if shortage == "oracle":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Checked(job.problem, job.route, [OUT_OF_MEMORY])
+
+    found = with_patience(check, job, pauses=(0.0, 0.0, 0.0))
+    assert len(tries) == min(short_for, 3) + 1
+    expected = klass or {"oracle": "NOT_COVERED", "call": "CRASH"}[shortage]
+    assert [v.klass for v in found.verdicts] == [expected]
+    assert found.proven == (expected != "NOT_COVERED")
