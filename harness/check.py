@@ -186,6 +186,7 @@ def run(
     console: Console,
     timeouts: tuple[float, float] | None = None,
     pin_autotune: bool = False,
+    sanitizer: str | None = None,
     shape: Shape | None = None,
     jobs: int | None = 1,
     journal: Journal | None = None,
@@ -196,8 +197,8 @@ def run(
     """
     checks = Checks(planned=len(tasks))
     deadline = time.monotonic() + budget
-    runner = Runner(subject, device, report.folder, timeouts=timeouts, pin_autotune=pin_autotune)
-    settings = Settings(subject.name, device, report.folder, seed, pin_autotune)
+    runner = Runner(subject, device, report.folder, timeouts=timeouts, pin_autotune=pin_autotune, sanitizer=sanitizer)
+    settings = Settings(subject.name, device, report.folder, seed, pin_autotune, sanitizer)
     crew = Crew(settings, processes(jobs, len(tasks), device, subject.foreign), runner)
     left = lambda: time.monotonic() <= deadline and not runner.poisoned  # noqa: E731
     past = journal.past if journal else []

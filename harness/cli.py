@@ -12,7 +12,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from harness import check, counterexample, coverage, doctor, journal, options, profiles, results, shares, terminal
+from harness import (
+    check,
+    counterexample,
+    coverage,
+    doctor,
+    journal,
+    options,
+    profiles,
+    results,
+    sanitizers,
+    shares,
+    terminal,
+)
 from harness.bench import command as bench_command
 from harness.mutants import command as mutants_command
 from harness.report import step_summary
@@ -83,6 +95,8 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.resume:
         _resumed(arguments)
     subject, device = counterexample.prepared(arguments, arguments.subject)
+    if arguments.sanitizer:
+        sanitizers.must_be_usable(arguments.sanitizer, device)
     profile = profiles.PROFILES[arguments.profile]
     tasks = check.plan(subject, profile, arguments.routes, arguments.families, device, arguments.seed, arguments.shape)
     if not tasks:
@@ -113,6 +127,7 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
         shrink_seconds=min(profile.shrink_seconds, budget / 4),
         console=console,
         pin_autotune=arguments.pin_autotune,
+        sanitizer=arguments.sanitizer,
         shape=arguments.shape,
         jobs=arguments.jobs,
         journal=record,

@@ -46,6 +46,7 @@ class Settings:
     folder: Path
     seed: int = 0
     pin_autotune: bool = False
+    sanitizer: str | None = None
 
 
 def processes(jobs: int | None, tasks: int, device: str, foreign: bool) -> int:
@@ -78,8 +79,8 @@ def _start(settings: Settings, threads: int) -> None:
         interpreter.install()
     if settings.pin_autotune:
         autotune.pin()
-    folder = settings.folder / f"process-{os.getpid()}"
-    _runner, _seed = Runner(load_subject(settings.subject), settings.device, folder), settings.seed
+    folder, subject = settings.folder / f"process-{os.getpid()}", load_subject(settings.subject)
+    _runner, _seed = Runner(subject, settings.device, folder, sanitizer=settings.sanitizer), settings.seed
 
 
 def _checked(runner: Runner, job: Job, seed: int) -> Checked:
@@ -163,8 +164,8 @@ class Crew:
 
     def _isolated(self, job: Job) -> Checked:
         """A job that was under way when a process died, in a child whose death is a result."""
-        pinned = {"isolated": True, "pin_autotune": self.settings.pin_autotune}
-        runner = Runner(self.here.subject, self.settings.device, self.settings.folder, **pinned)
+        same = {"pin_autotune": self.settings.pin_autotune, "sanitizer": self.settings.sanitizer}
+        runner = Runner(self.here.subject, self.settings.device, self.settings.folder, isolated=True, **same)
         try:
             return _checked(runner, job, self.settings.seed)
         finally:

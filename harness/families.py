@@ -284,7 +284,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         {"gate": "softplus"},
         entries=("gate",),
-        weight=10,
+        weight=20,
     ),
     Family(
         "models",

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from harness.problem import Problem
+from harness.sanitizers import Watch
 
 FIRST_CALL_SECONDS = 600.0  # starting, compiling, autotuning: the first call, and on a GPU the first of a compile key
 CALL_SECONDS = 120.0
@@ -44,6 +45,7 @@ class Outcome:
     message: str = ""
     modified: tuple[str, ...] = ()
     peak_bytes: int = 0
+    faults: tuple[str, ...] = ()  # what a sanitizer reported
 
 
 class Child:
@@ -58,8 +60,11 @@ class Child:
         later_calls: float = CALL_SECONDS,
         pin_autotune: bool = False,
         overlay: Path | None = None,
+        sanitizer: str | None = None,
     ):
-        """`overlay`: a folder whose packages the process imports instead of the installed ones."""
+        """`overlay`: a folder whose packages the process imports instead of the installed ones; it runs under the tool
+        `sanitizer` of compute-sanitizer.
+        """
         self.overlay = overlay
         self.subject, self.device, self.inflight = subject, device, inflight
         self.first_call, self.later_calls = first_call, later_calls
@@ -68,16 +73,23 @@ class Child:
         self.compiled: set[tuple] = set()  # compile keys that the process has answered for
         self.scratch = tempfile.TemporaryDirectory(prefix="kda-", dir=_shared_memory())
         self.errors = Path(self.scratch.name, "stderr")
+        self.watch = Watch(sanitizer, Path(self.scratch.name)) if sanitizer else None
 
     def run(self, route: str, problem: Problem, variant: str = "", stages: bool = False) -> Outcome:
         """One call, in the form of that variant, or its intermediates; the problem stays in `inflight` if the child
         does not come back.
         """
         note = write_ahead(self.inflight, route, problem)
-        outcome = self._ask(route, problem, variant, stages)
+        outcome = self._watched(self._ask(route, problem, variant, stages))
         if outcome.status in ("ran", "not_covered"):
             note.unlink(missing_ok=True)
         return outcome
+
+    def _watched(self, outcome: Outcome) -> Outcome:
+        faults = self.watch.faults() if self.watch else ()
+        if faults and outcome.status == "crash":
+            return replace(outcome, message="\n".join((*faults, outcome.message)))
+        return replace(outcome, faults=faults)
 
     def close(self) -> None:
         if self.process is not None:
@@ -91,6 +103,8 @@ class Child:
         if self.overlay is not None:
             command.insert(1, "-P")  # else the working directory comes first
             environment = overlaid(self.overlay)
+        if self.watch is not None:
+            command, environment = self.watch.command(command), self.watch.environment(environment)
         with open(self.errors, "wb") as errors:
             self.process = subprocess.Popen(
                 command, stdin=pipe, stdout=pipe, stderr=errors, start_new_session=True, env=environment

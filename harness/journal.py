@@ -12,7 +12,18 @@ from harness.results import environment
 from harness.runner import Checked
 
 NAME = "journal.jsonl"
-SELECTION = ("subject", "routes", "families", "device", "seed", "profile", "shape", "shard", "pin_autotune")
+SELECTION = (
+    "subject",
+    "routes",
+    "families",
+    "device",
+    "seed",
+    "profile",
+    "shape",
+    "shard",
+    "pin_autotune",
+    "sanitizer",
+)
 SAME = ("torch", "triton", "device", "interpreter")  # of the machine, or results do not belong together
 
 

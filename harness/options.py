@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from harness import sanitizers
 from harness.profiles import PROFILES
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -151,6 +152,12 @@ OPTIONS = (
         "go on with a run that was killed or ran out of time, by its folder; it says what was asked for",
         type=Path,
         metavar="DIR",
+        pytest=False,
+    ),
+    Option(
+        "sanitizer",
+        "run every call on a GPU under this tool of compute-sanitizer; what it reports is a finding",
+        choices=sanitizers.TOOLS,
         pytest=False,
     ),
     Option("shard", "only this share of the problems, as in 3/8: one of 8 machines", type=shard, metavar="I/N"),

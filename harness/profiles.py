@@ -20,7 +20,7 @@ class Profile:
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("dev", 2, 600.0, 30.0),
+        Profile("dev", 1, 600.0, 30.0),
         Profile("ci", 2, 1500.0, 60.0),
         Profile("sweep", 25, 3600.0, 120.0),
         Profile("nightly", 400, 8 * 3600.0, 300.0),

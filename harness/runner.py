@@ -51,15 +51,22 @@ class Runner:
         timeouts: tuple[float, float] | None = None,
         pin_autotune: bool = False,
         overlay: Path | None = None,
+        sanitizer: str | None = None,
     ):
         self.subject, self.device = subject, device
         self._made: tuple[tuple[Problem, str], Case] | None = None
         self.poisoned = False  # an illegal access in this process: no later result on the GPU means anything
         self.child = None
-        if subject.foreign if isolated is None else isolated:
+        if sanitizer or (subject.foreign if isolated is None else isolated):
             limits = {} if timeouts is None else {"first_call": timeouts[0], "later_calls": timeouts[1]}
             self.child = Child(
-                subject.name, device, folder / "inflight", pin_autotune=pin_autotune, overlay=overlay, **limits
+                subject.name,
+                device,
+                folder / "inflight",
+                pin_autotune=pin_autotune,
+                overlay=overlay,
+                sanitizer=sanitizer,
+                **limits,
             )
 
     def close(self) -> None:
@@ -100,6 +107,9 @@ class Runner:
             checked.verdicts += [
                 Verdict("inputs", "BUG", math.inf, "modified", f"the call changed its argument {name}")
                 for name in outcome.modified
+            ]
+            checked.verdicts += [
+                Verdict("call", "CRASH", math.inf, self.child.watch.tool, fault) for fault in outcome.faults
             ]
             checked.verdicts += _differences(outcome, again)
             for variant in variants.applicable(route, problem):

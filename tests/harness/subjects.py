@@ -70,6 +70,15 @@ def _crash(**kwargs):
     raise RuntimeError("invalid configuration")
 
 
+def _reported(**kwargs):
+    """Right, but a sanitizer has something to say."""
+    from tests.harness.test_sanitizers import MEMCHECK
+
+    with open(os.environ["SANITIZER_LOG"], "a") as log:
+        log.write(MEMCHECK)
+    return _right(**kwargs)
+
+
 def _leaky(**kwargs):
     """The last head of a sequence starts from where the sequence before it ended."""
     with torch.no_grad():
@@ -99,13 +108,14 @@ def _stages(case):
 
 _staged.precision, _staged.stages = PRECISION[UNBOUNDED], _stages
 
-right, wrong, short, crash, leaky, staged, segfault, segfault_on_two_heads, hang, random, vandal = (
+right, wrong, short, crash, reported, leaky, staged, segfault, segfault_on_two_heads, hang, random, vandal = (
     SimpleNamespace(chunk_kda=function)
     for function in (
         _right,
         _wrong,
         _short,
         _crash,
+        _reported,
         _leaky,
         _staged,
         _segfault,
