@@ -103,7 +103,10 @@ CASES: Mapping[str, Problem] = {
     "difficult-saturated_gate": replace(_DIFFICULT, g="bound"),
     "difficult-repeated_keys-beta1": replace(_DIFFICULT, **_REPEATED, beta="ones"),
     "difficult-repeated_keys-beta2": replace(_DIFFICULT, **_REPEATED, beta="twos"),
+    "difficult-saturated_gate-unbounded": replace(_DIFFICULT, g="bound", safe_gate=False),
     "difficult-gate_spikes": replace(_DIFFICULT, g="spikes_1e6", safe_gate=False),
+    "difficult-gate_resets": replace(_DIFFICULT, g="resets", safe_gate=False),
+    "difficult-fp16_values_of_1e4": replace(_DIFFICULT, v="huge", dtype="fp16", gate_dtype="fp16"),
 }
 
 
