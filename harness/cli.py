@@ -17,6 +17,7 @@ from harness import (
     counterexample,
     coverage,
     doctor,
+    history,
     journal,
     options,
     profiles,
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     beside.add_argument("--subjects", required=True, metavar="NAME,NAME", help="subjects, as for --subject")
     options.add_to_parser(beside, "routes", "device", "seed", "report")
     bench_command.add_to_parser(command("bench", bench_command.run, "time kernels side by side, each with its error"))
+    history.add_to_parser(command("history", history.run, "what got better or worse from run to run, since when"))
     options.add_to_parser(command("routes", _routes, "list the routes of a subject"), "subject")
     options.add_to_parser(command("doctor", _doctor, "say what this machine has, and what is missing"), "report")
     return parser

@@ -20,6 +20,7 @@ from harness.problem import Problem
 from harness.variants import VARIANTS
 from harness.verdict import SEVERITY, Verdict
 
+RESULTS = "results.jsonl"  # of a report folder: a line for each run
 FAILURES = frozenset({"BUG", "UNSTABLE", "NONDETERMINISTIC", "CRASH", "HANG", "SUSPECT"})
 
 
@@ -167,7 +168,7 @@ class Report:
         """Append the run to results.jsonl, and write it to `extra` if given."""
         line = json.dumps(document, allow_nan=False)
         try:
-            with open(self.root / "results.jsonl", "a") as file:
+            with open(self.root / RESULTS, "a") as file:
                 file.write(line + "\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -217,6 +218,7 @@ def document(
     """The result JSON of one run."""
     return {
         "schema": 1,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "env": env,
         "subject": subject,
         "seed": seed,
