@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 
@@ -39,8 +40,13 @@ def _place(module: object) -> Path | None:
     return Path(path).resolve() if path else None
 
 
-def version(folder: Path) -> str:
-    """The commit of a checkout, with a plus if it was changed; "source" for any other folder."""
+def version(folder: Path, distribution: str = "") -> str:
+    """That of a distribution installed into the folder; else the commit of a checkout, with a plus if it was changed;
+    else "source".
+    """
+    installed = [one.version for one in metadata.distributions(path=[str(folder)]) if one.name == distribution]
+    if installed:
+        return installed[0]
     asked = ["git", "-C", str(folder), "describe", "--always", "--dirty=+"]
     try:
         said = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.strip()

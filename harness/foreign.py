@@ -120,7 +120,9 @@ def _limits(function: Callable, entry: str) -> tuple[str, ...]:
     """The options of fla's that a function does not have, in words."""
     names, plain = taken(function), {"initial_state": True, "loss": "none"} if entry == "decode" else {}
     every = _needed(Problem(entry=entry, **plain)) if entry != "gate" else ("A_log", "dt_bias", "lower_bound")
-    return () if names is None else tuple(f"has no argument {name}" for name in every if name not in {*names, "precision"})
+    return (
+        () if names is None else tuple(f"has no argument {name}" for name in every if name not in {*names, "precision"})
+    )
 
 
 def _only_known(function: Callable) -> Callable:

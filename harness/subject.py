@@ -165,9 +165,10 @@ def load_subject(name: str | None = None) -> Subject:
     bare, folder = checkout.split(name)
     if folder is None:
         return _named(name)
-    package = PEERS[bare].package if bare in PEERS else bare.partition(":")[0].partition(".")[0]
+    package = bare.partition(":")[0].partition(".")[0]
+    package, distribution = (PEERS[bare].package, PEERS[bare].distribution) if bare in PEERS else (package, package)
     checkout.prefer(folder, package)
-    return replace(_named(bare), name=f"{bare}@{folder}", version=checkout.version(folder))
+    return replace(_named(bare), name=f"{bare}@{folder}", version=checkout.version(folder, distribution))
 
 
 def _named(name: str) -> Subject:

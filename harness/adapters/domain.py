@@ -122,6 +122,10 @@ def _of_flags(adapter: Adapter) -> Iterator[Restriction]:
             yield Restriction(
                 f"{'' if want else 'no '}{said}", lambda p, name=name, want=want: getattr(p, name) == want
             )
+    if adapter.l2norm == "before" and adapter.differentiable:  # they would go through gradients rounded to q's dtype
+        yield Restriction(
+            "no gradients of q and k that are normalised before", lambda p: not (p.l2norm and p.gradients)
+        )
     if not adapter.neg_eigval:
         yield Restriction("no allow_neg_eigval", lambda p: not p.neg_eigval)
 
@@ -228,6 +232,8 @@ def _flags(adapter: Adapter, problem: Problem) -> dict[str, object]:
     moved: dict[str, object] = {}
     if adapter.l2norm in ("always", "never"):
         moved["l2norm"] = adapter.l2norm == "always"
+    if adapter.l2norm == "before" and adapter.differentiable and problem.l2norm and problem.gradients:
+        moved |= {"l2norm": False} | {name: "unit" for name in ("q", "k") if not _unit(problem, name)}
     if adapter.beta in ("always", "never") and problem.beta_sigmoid != (adapter.beta == "always"):
         logits = adapter.beta == "always"
         beta = LOGITS.get(problem.beta, "high") if logits else "uniform"
@@ -246,13 +252,14 @@ def _gates(adapter: Adapter, problem: Problem) -> dict[str, object]:
         elif problem.g in RAW_AND_BOUND:
             g, bound = RAW_AND_BOUND[problem.g]
             moved = {"gate": "lower_bound", "g": g, "lower_bound": bound, "A_log": "zeros"}
-    elif problem.gate == "softplus" and not gate.softplus:
-        moved = {"gate": "lower_bound", "lower_bound": gate.bounds[0] if gate.bounds[0] > -math.inf else patterns.BOUND}
     elif problem.gate == "lower_bound" and gate.bounds is None:
         moved = {"gate": "softplus", "lower_bound": None, "safe_gate": False, "A_log": problem.A_log or "zeros"}
-    elif problem.gate == "lower_bound":
-        low, high = gate.bounds
-        moved = {"lower_bound": problem.lower_bound if low <= problem.lower_bound < high else low}
+    elif problem.gate != "pregated" and gate.bounds is not None:
+        low, high = max(gate.bounds[0], gate.lowest), gate.bounds[1]
+        if problem.gate == "softplus" and (not gate.softplus or low > -math.inf):
+            moved = {"gate": "lower_bound", "lower_bound": max(low, patterns.BOUND)}
+        elif problem.gate == "lower_bound" and not low <= problem.lower_bound < high:
+            moved = {"lower_bound": max(low, patterns.BOUND)}
     if moved.get("gate", problem.gate) != "pregated":
         moved |= {name: "zeros" for name in gate.needs if moved.get(name, getattr(problem, name)) is None}
     return moved

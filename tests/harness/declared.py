@@ -79,3 +79,4 @@ WRONG = {
     "natural_decode": replace(decode, gate=Gate(activation="never")),
     "v_first_decode": replace(decode, states=States(v_first=True)),
 }
+wrong = WRONG["natural_for_log2"]

@@ -1,8 +1,10 @@
 """Adapters: each translation against a stand-in of its API, each wrong word found, each problem outside told."""
 
 import json
+import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +24,7 @@ from harness.runner import Runner
 from harness.subject import Subject, load_subject
 from tests.harness import declared, peers
 
+ROOT = Path(__file__).resolve().parents[2]
 PLAIN = Problem(
     **{"lengths": (7, 7), "heads": 2, "K": 4, "V": 4, "initial_state": True, "loss": "none", "seed": 3},
     **{"q": "unit", "k": "unit", "v": "gauss", "g": "bounded", "beta": "uniform", "h0": "gauss"},
@@ -54,16 +57,20 @@ def classes(adapter: Adapter, asked: Problem, tmp_path) -> dict[str, str]:
     return {verdict.quantity: verdict.klass for verdict in sorted(verdicts, key=lambda v: v.klass != "OK")}
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
-@pytest.mark.parametrize(
-    "changes",
-    [{}, PACKED, {"v_first": True}, {"initial_state": False}, {"final_state": False, **PACKED}],
-    ids=["dense", "varlen", "v_first", "no_state", "no_final_state"],
-)
-def test_a_right_declaration_is_right(name, changes, tmp_path):
-    if name == "decode" and set(changes) & {"packed", "initial_state", "final_state"}:
-        pytest.skip("its calls are dense, and always have states")
-    asked = problem(name, **changes)
+CHANGES = {
+    "dense": {},
+    "v_first": {"v_first": True},
+    "varlen": PACKED,
+    "no_state": {"initial_state": False},
+    "no_final_state": {"final_state": False, **PACKED},
+}
+OF_DECODE = ("dense", "v_first")  # its calls are dense, and always have states
+TRANSLATED = [(name, change) for name in ADAPTERS for change in (OF_DECODE if name == "decode" else CHANGES)]
+
+
+@pytest.mark.parametrize("name, change", TRANSLATED)
+def test_a_right_declaration_is_right(name, change, tmp_path):
+    asked = problem(name, **CHANGES[change])
     assert set(classes(getattr(declared, name), asked, tmp_path).values()) == {"OK"}
 
 
@@ -163,6 +170,7 @@ def test_a_problem_outside_the_domain_is_not_covered_with_the_reason(changes, re
         ({"dtype": "fp16"}, True),
         ({"dtype": "fp16", "k": "gauss"}, False),
         ({"dtype": "fp16", "k": "gauss", "q": "gauss", "l2norm": True}, True),
+        ({"l2norm": True, "loss": "both"}, False),
         ({"dtype": "fp16", "edits": (Edit("k", (0, 0, 0), 2.0),)}, False),
     ],
 )
@@ -371,6 +379,18 @@ def test_bench_times_the_kernel_alone(monkeypatch):
     assert seen == []
     timed(), timed()
     assert len(seen) == 2 and seen[0] is seen[1]
+
+
+def test_the_example_of_the_page_is_a_declaration(monkeypatch):
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adapters.md").read_text(), re.DOTALL)
+    made: dict = {}
+    exec(example, made)
+
+    def forward(q, k, v, log2_decay, beta, scale, initial_state, use_qk_l2norm_in_kernel, offsets, out):
+        raise NotImplementedError
+
+    route = adapter_route(replace(made["adapter"], function=forward))
+    assert "takes K = 64 or 128" in route.lacking and "takes gates from -5" in route.lacking
 
 
 def test_specs_of_kernels_without_a_chunk_size_have_their_own():

@@ -85,7 +85,12 @@ def test_a_folder_without_it_is_refused(name, complaint):
         load_subject(name)
 
 
-def test_the_version_of_a_checkout_is_its_commit(tmp_path):
+def test_the_version_is_that_of_what_is_installed_there_or_the_commit(tmp_path):
+    (tmp_path / "a_kernel-1.2.dist-info").mkdir()
+    (tmp_path / "a_kernel-1.2.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: a-kernel\nVersion: 1.2\n"
+    )
+    assert checkout.version(tmp_path, "a-kernel") == "1.2"
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     assert checkout.version(tmp_path / "none") == "source"
     subprocess.run([*git, "init", "-q"], check=True)
