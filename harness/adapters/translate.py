@@ -135,7 +135,7 @@ class Adapted:
             return {"initial_state": initial, "final_state": handed.final}
         initial = self._no_states(given, dtype) if initial is None else initial
         if states.final == "in_place":
-            handed.final = initial.clone()
+            handed.final = initial.clone(memory_format=torch.contiguous_format)
             return {"initial_state": handed.final}
         handed.final = pool = Pool(initial, 1, OFFSETS[states.indices], gap=0)
         return {"initial_state": pool.states, "state_indices": pool.table[:, 0].contiguous()}

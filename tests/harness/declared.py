@@ -24,6 +24,12 @@ def in_place_kda(q, k, v, g, beta, state, offsets=None):
     return o, state
 
 
+def one_slot_too_many(q, k, v, g, beta, initial_state=None, initial_state_indices=None, **given):
+    spare = min(set(range(len(initial_state))) - set(initial_state_indices.tolist()))
+    initial_state[spare, 0, 0, 0] = 1.0
+    return peers.sglang_chunk_kda(q, k, v, g, beta, None, initial_state, initial_state_indices)
+
+
 gym = replace(attention_gym.CUMULATIVE, name="gym", function=peers.gym_chunk_kda)
 gym_by_token = replace(attention_gym.NATURAL, name="gym_by_token", function=peers.gym_natural_kda)
 vllm_like = replace(vllm.ADAPTER, name="vllm_like", function=peers.vllm_chunk_kda)
@@ -59,6 +65,15 @@ decode = Adapter(
     domain=Domain(),
 )
 several = (in_place, decode)
+
+past_its_slots = replace(
+    sglang_like,
+    name="past_its_slots",
+    function=one_slot_too_many,
+    l2norm="never",
+    without=(*sglang_like.without, *RAW[:3], "scale", "cu_seqlens"),
+    gate=Gate(activation="never"),
+)
 
 # One wrong word each, and what it does.
 WRONG = {

@@ -123,6 +123,13 @@ def test_a_wrong_word_is_a_finding(wrong, changes, quantity, tmp_path):
     assert classes(adapter, asked, tmp_path)[quantity] == "BUG"
 
 
+def test_a_write_outside_the_slots_of_a_pool_is_a_crash_with_the_place(tmp_path):
+    subject = Subject("x", "", (adapter_route(declared.past_its_slots),))
+    asked = Problem(**{**vars(PLAIN), "entry": "chunk"})
+    (verdict,) = Runner(subject, "cpu", tmp_path, isolated=False).check("past_its_slots", asked).verdicts
+    assert verdict.klass == "CRASH" and "memory of no sequence's state changed, in or behind slots [" in verdict.message
+
+
 @pytest.mark.parametrize("v_first, told", [(True, "OK"), (False, "BUG")], ids=["declared", "transposed"])
 def test_a_transposed_initial_state_shows_though_no_final_one_is_asked_for(v_first, told, tmp_path):
     adapter = replace(declared.gym_by_token, states=replace(declared.gym_by_token.states, v_first=v_first))
