@@ -1,7 +1,8 @@
 """Authority on the route of a declared kernel: how it is called, judged, refused and aimed at."""
 
-from harness.adapters import domain
 from harness.adapters.declare import Adapter
+from harness.adapters.domain import lacks, limits
+from harness.adapters.nearest import nearest
 from harness.adapters.translate import Adapted
 from harness.call import Route
 from harness.serving import Served
@@ -20,9 +21,9 @@ def adapter_route(adapter: Adapter, origin: str = "") -> Route:
         adapter.entry,
         Served(adapted) if decode else adapted,
         adapter.precision,
-        domain.lacks(adapter),
+        lacks(adapter),
         differentiable=adapter.differentiable and not decode,
         origin=f"{origin}.call" if origin else "",
-        nearest=domain.nearest(adapter),
-        limits=domain.limits(adapter),
+        nearest=nearest(adapter),
+        limits=limits(adapter),
     )
