@@ -7,6 +7,8 @@ arch=compute_90a,code=sm_90a --expt-relaxed-constexpr --expt-extended-lambda --u
 flags of its setup.py, its flash_kda folder on the path.
 """
 
+from dataclasses import replace
+
 from harness.adapters.declare import Adapter, Domain, Gate, States
 from harness.adapters.routes import adapter_route
 from harness.call import Route
@@ -46,6 +48,13 @@ ADAPTER = Adapter(
     contiguous=True,
     differentiable=False,
     domain=Domain(("bf16",), ("bf16",), (128,), (128,), grouped=False, shortest=1, tokens=1, tail=False),
+)
+# Its other mode: states that are handed over in bf16. `--subject harness.adapters.flash_kda:IN_BF16`
+IN_BF16 = replace(
+    ADAPTER,
+    route="flash_kda-bf16",
+    precision=replace(PRECISION, stages={**PRECISION.stages, "ht": "bf16"}),
+    states=replace(ADAPTER.states, dtype="bf16"),
 )
 
 

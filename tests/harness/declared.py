@@ -35,6 +35,7 @@ gym_by_token = replace(attention_gym.NATURAL, name="gym_by_token", function=peer
 vllm_like = replace(vllm.ADAPTER, name="vllm_like", function=peers.vllm_chunk_kda)
 sglang_like = replace(sglang.ADAPTER, name="sglang_like", function=peers.sglang_chunk_kda)
 flash = replace(flash_kda.ADAPTER, name="flash", function=peers.flash_kda_fwd)
+flash_in_bf16 = replace(flash_kda.IN_BF16, name="flash_in_bf16", function=peers.flash_kda_fwd)
 in_place = Adapter(
     "in_place",
     in_place_kda,

@@ -251,6 +251,13 @@ def test_what_flash_kda_is_declared_to_round_is_what_its_design_rounds(changes, 
     assert {v.klass for v in verdicts} == {"OK"} and all(0.2 < v.ratio < 0.8 for v in verdicts), verdicts
 
 
+@pytest.mark.parametrize("h0, told", [("dyadic", {"o": "OK", "ht": "OK"}), ("gauss", {"call": "NOT_COVERED"})])
+def test_states_in_bf16_are_asked_for_with_values_that_it_holds(h0, told, tmp_path):
+    asked = problem("flash", h0=h0)
+    assert classes(declared.flash_in_bf16, asked, tmp_path) == told
+    assert adapter_route(declared.flash_in_bf16).nearest(asked).h0 == "dyadic"
+
+
 def test_the_half_precision_series_is_the_design_and_loses_digits_where_keys_repeat(tmp_path):
     """What it loses there is UNSTABLE; of a kernel that declares anything else it is a BUG."""
     asked = problem("flash", lengths=(40,), k="repeated", lower_bound=-1e-6, A_log="zeros", g="zeros", beta="high")
