@@ -35,7 +35,9 @@ class Route:
 
     `lacks` says why it cannot take a problem, or None. `origin` is `module:attribute` of the function that a user
     calls. `stages`, where a subject exposes them, returns a call's intermediates by the names of `oracle.trace`.
-    `invariant`: it is declared that no bit depends on batch, packing, other heads or later tokens.
+    `invariant`: it is declared that no bit depends on batch, packing, other heads or later tokens. `nearest`: the
+    problem that it takes, or nearly takes, in the place of one that it does not. `limits`: what it does not take or
+    have, in words.
     """
 
     id: str
@@ -48,6 +50,14 @@ class Route:
     invariant: bool = False
     origin: str = ""
     stages: Callable[[Case], dict[str, Tensor]] | None = None
+    nearest: Callable[[Problem], Problem] = lambda problem: problem
+    limits: tuple[str, ...] = ()
+
+    @property
+    def lacking(self) -> tuple[str, ...]:
+        """What the route does not take or have, in words."""
+        gradients = self.differentiable or self.entry == "decode"
+        return self.limits if gradients else (*self.limits, "has no gradients")
 
     def judged_by(self, problem: Problem) -> PrecisionSpec:
         """The rounding points that are declared for this problem."""

@@ -5,7 +5,7 @@ import functools
 import itertools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -116,7 +116,7 @@ def plan(
         for family in FAMILIES:
             if not fnmatch.fnmatch(family.name, families) or not _asked(subject, route, family, device):
                 continue
-            tasks = tasks_of(route.id, route.entry, family, profile, seed, device)
+            tasks = tasks_of(route.id, route.entry, family, profile, seed, device, route.nearest)
             queues.append(list(dict.fromkeys(_held_to(shape, task) for task in tasks)))
     rounds = max(map(len, queues), default=0)
     ordered = [queue[i] for i in range(rounds) for queue in queues if i < len(queue)]
@@ -136,19 +136,29 @@ def _asked(subject: Subject, route: Route, family: Family, device: str) -> bool:
     return not (twice and "recurrent" in family.entries and family.name not in BOTH_ENTRIES)
 
 
-def tasks_of(route: str, entry: str, family: Family, profile: Profile, seed: int, device: str) -> Iterator[Task]:
-    """What a family asks of a route: its examples, then generated problems."""
+def tasks_of(
+    route: str,
+    entry: str,
+    family: Family,
+    profile: Profile,
+    seed: int,
+    device: str,
+    nearest: Callable[[Problem], Problem] = lambda problem: problem,
+) -> Iterator[Task]:
+    """What a family asks of a route: its examples, then generated problems, each as the route takes it, or `nearest` to
+    that: what is not covered then is told with the reason.
+    """
     for example in family.examples:
         problem = fitted(example, route, entry)
         if problem is not None:
-            yield Task(route, family.name, problem, True, family.gpu_only)
+            yield Task(route, family.name, nearest(problem), True, family.gpu_only)
     if not family.gpu_only:
         for drawn in draw(
             family, drawn_for(entry), profile.generated * family.weight, seed, 66 if device != "cpu" else 34
         ):
             problem = fitted(drawn, route, entry)
             if problem is not None:
-                yield Task(route, family.name, problem, False)
+                yield Task(route, family.name, nearest(problem), False)
 
 
 def _held_to(shape: Shape | None, task: Task) -> Task:
@@ -319,6 +329,7 @@ def summary(checks: Checks, subject: Subject, device: str, seed: int) -> dict:
         "peak_bytes": checks.peak_bytes,
         "problems": checks.problems,
         "met": {route: dict(sorted(counts.items())) for route, counts in sorted(checks.met.items())},
+        "lacking": {f"{route.id} {route.entry}": list(route.lacking) for route in subject.routes if route.lacking},
     }
     env = results.environment(device)
     return results.document(env, subject.title, seed, checks.rows.values(), checks.findings.values(), coverage)

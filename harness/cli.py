@@ -194,6 +194,9 @@ def _print_checks(checks: check.Checks, subject: Subject, console: Console) -> N
     console.print(times)
     for where, reason in checks.not_covered.items():
         console.print(f"not covered: {where}: {reason}", style="yellow", markup=False, highlight=False)
+    for route in subject.routes:
+        if subject.foreign and route.id in checks.problems and route.lacking:
+            terminal.say(console, f"{route.id} ({route.entry}): {'; '.join(route.lacking)}")
     for finding in checks.findings.values():
         terminal.show_finding(finding, subject.name, console)
     if checks.index:
@@ -228,6 +231,9 @@ def _routes(arguments: argparse.Namespace, console: Console) -> int:
         stages = ", ".join(f"{stage} {fmt}" for stage, fmt in route.spec.stages.items())
         table.add_row(route.id, route.entry, "yes" if route.differentiable else "no", stages)
     console.print(table)
+    for route in subject.routes:
+        for lacking in route.lacking:
+            terminal.say(console, f"{route.id} ({route.entry}): {lacking}")
     return OK if subject.routes else INCOMPLETE
 
 

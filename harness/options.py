@@ -121,8 +121,8 @@ class Option:
 OPTIONS = (
     Option(
         "subject",
-        "implementation under test: kda, fla, a registered name, or module[:attribute] (default: KDA_SUBJECT, "
-        "else kda)",
+        "implementation under test: kda, fla, flash_kda, attention_gym, vllm, sglang, a registered name, or "
+        "module[:attribute]; with @FOLDER behind it the one in that folder (default: KDA_SUBJECT, else kda)",
         type=subject,
         metavar="NAME",
     ),

@@ -67,6 +67,7 @@ class Call:
                 return evaluate_chunk(inputs, self.options, **given, formats=formats, **form)
             if algorithm == "plain":
                 formats["update"] = formats.get("operand", "fp32")
+                formats.pop("state", None)  # of a chunk: the recurrence would round it at every token
             return evaluate(inputs, self.options, **given, formats=formats)
 
         return run

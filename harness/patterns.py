@@ -194,6 +194,7 @@ BETAS: Mapping[str, Pattern] = {
 BETA_LOGITS: Mapping[str, Pattern] = {
     "zeros": _full(0.0),
     "gauss": _gauss,
+    "high": _full(30.0),
     "saturated": _extreme_mix(-30.0, 30.0),
     "raw_100": _extreme_mix(-100.0, 100.0, 0.0),
 }

@@ -25,7 +25,8 @@ class PrecisionSpec:
 
     `stages` maps a stage or an output quantity to its format: fp32, tf32 (truncated), tf32_rn (to nearest), bf16, fp16,
     `io` (the dtype of q, k, v), `g`, `beta`, `pool` (the dtype of that tensor), or a row of PRODUCTS, which goes by
-    `io` and, where that is fp32, by the call's `precision`. Stages that are not named are fp32.
+    `io` and, where that is fp32, by the call's `precision`. Stages that are not named are fp32. The stage `sigmoid` may
+    be `tanh_approx`: activations by the GPU's approximate tanh.
     `excuses` names the domains in which the route may lose digits or overflow: `inf_gate`, `large_cumulative_gate`,
     `anchor_span`, `fp16_overflow`; our own routes excuse nothing.
     """
@@ -37,7 +38,7 @@ class PrecisionSpec:
     chunk: int | None = None  # tokens of the algorithm's own chunk; None: the call's chunk_size
     diagonal: str | None = None  # pair | halving | anchor | anchor_apart
     inverse: str | None = None  # substitution | neumann
-    form: str | None = None  # wy | residual | solved
+    form: str | None = None  # wy | residual | solved | stored
     excuses: tuple[str, ...] = ()
     precision: str = "ieee"  # of the products of fp32 tensors: ieee | tf32
     gradients: "PrecisionSpec | None" = None  # that of the backward pass, where it rounds at other points

@@ -14,6 +14,8 @@ from oracle.rounding import Rounding
 
 L2NORM_EPS = 1e-6
 TAIL = 40.0  # beyond it softplus(-y) and sigmoid(-y) are exp(-y) to the last bit of float64
+TANH_APPROX = "tanh_approx"  # of a stage `sigmoid`: (1 + tanh(x / 2)) / 2 by the GPU's instruction
+TANH_BITS = 10  # tanh.approx.f32 is documented to be right to a relative 2^-11
 
 
 def softplus(z: Tensor) -> Tensor:
@@ -57,13 +59,13 @@ def l2norm(
 
 
 def activate_beta(
-    beta: Tensor, use_sigmoid: bool, doubled: bool, rounding: Rounding, storage: str = "fp32"
+    beta: Tensor, use_sigmoid: bool, doubled: bool, rounding: Rounding, storage: str = "fp32", sigmoid: str = "fp32"
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """beta as it is, sigmoid(beta), or 2 sigmoid(beta). A slope formed as p (1 - p) errs as in `_bounded_curve`."""
     if not use_sigmoid:
         return beta, lambda dbeta: dbeta
     factor = 2.0 if doubled else 1.0
-    y = factor * torch.sigmoid(beta)
+    y = factor * _stored_sigmoid(torch.sigmoid(beta), rounding, "beta.tanh", sigmoid)
     slope = factor * sigmoid_slope(beta)
 
     def adjoint(dbeta: Tensor) -> Tensor:
@@ -71,6 +73,16 @@ def activate_beta(
         return rounding.accumulate("beta.slope", dbeta * slope, magnitude, 22)
 
     return rounding.round("beta.store", rounding.accumulate("beta.sigmoid", y, y, 22), storage), adjoint
+
+
+def _stored_sigmoid(p: Tensor, rounding: Rounding, site: str, sigmoid: str) -> Tensor:
+    """sigmoid(x) = p as a kernel has it. An approximate tanh errs by a share of itself, and saturates: never past 1."""
+    if sigmoid != TANH_APPROX:
+        return p
+    t = 2 * p - 1
+    error = rounding.accumulate(site, t, t.abs(), TANH_BITS) - t
+    room = 2 * torch.minimum(p, 1 - p)
+    return p + error.clamp(-room, room) / 2
 
 
 @dataclass(frozen=True)
@@ -90,13 +102,15 @@ def _softplus_curve(z: Tensor, A: Tensor, rate: Tensor, rounding: Rounding) -> _
     return _Curve(g, -torch.where(far, small, rate * torch.sigmoid(z)), g)
 
 
-def _bounded_curve(z: Tensor, A: Tensor, rate: Tensor, bound: float, rounding: Rounding) -> _Curve:
+def _bounded_curve(z: Tensor, A: Tensor, rate: Tensor, bound: float, rounding: Rounding, sigmoid: str) -> _Curve:
     """g = bound sigmoid(e^A z). A slope formed as p (1 - p) cancels: it errs by roundoffs of p, or is 0 for p = 1."""
     x = _round(rounding, "gate.x", _product(rate, z))
     p, slope = torch.sigmoid(x), sigmoid_slope(x)
     error = rounding.accumulate("gate.cancellation", slope, torch.minimum(p, slope * 2.0**21), 21) - slope
     steep = torch.where(x.abs() > TAIL, torch.exp(A - x.abs()), slope * rate) + _product(error, rate)
-    return _Curve(bound * p, bound * steep, bound * _product(slope + error, x))
+    return _Curve(
+        bound * _stored_sigmoid(p, rounding, "gate.tanh", sigmoid), bound * steep, bound * _product(slope + error, x)
+    )
 
 
 def activate_gate(
@@ -106,13 +120,14 @@ def activate_gate(
     lower_bound: float | None,
     rounding: Rounding,
     storage: str = "fp32",
+    sigmoid: str = "fp32",
 ) -> tuple[Tensor, Callable[[Tensor], dict[str, Tensor]]]:
     """The natural-log gate g of `raw` [M, tokens, HV, K] with A_log [HV] and dt_bias [HV * K], float64.
 
     Without `lower_bound`: g = -exp(A_log) softplus(z), z = raw + dt_bias. With it: g = lower_bound sigmoid(exp(A_log)
     z), where no A_log is A_log = 0. The adjoint maps dg to {dg (of raw), dA_log, ddt_bias}, the last two summed over
     tokens. An fp32 kernel rounds z, which alone costs |z| 2^-24 of g where g is exponential, and evaluates the rest to
-    a few ulp; the result is kept in `storage`.
+    a few ulp; the result is kept in `storage`. `sigmoid`: fp32, or TANH_APPROX.
     """
     heads, channels = raw.shape[-2:]
     A = torch.zeros(heads, 1, dtype=raw.dtype, device=raw.device) if A_log is None else A_log.view(heads, 1)
@@ -122,7 +137,7 @@ def activate_gate(
     if lower_bound is None:
         curve = _softplus_curve(z, A, rate, rounding)
     else:
-        curve = _bounded_curve(z, A, rate.expand_as(z), lower_bound, rounding)
+        curve = _bounded_curve(z, A, rate.expand_as(z), lower_bound, rounding, sigmoid)
     finite = torch.isfinite(curve.g)
     g = torch.where(finite, curve.g, 0.0)
     g = rounding.round("gate.store", rounding.accumulate("gate.activation", g, g.abs(), 21), storage)

@@ -51,8 +51,8 @@ def evaluate(
     dt_bias `[HV * K]`, initial_state `[N, HV, K, V]`, cu_seqlens `[N + 1]`, do (like o), dht (like the state); any
     dtype, taken exactly. A missing do or dht is a zero gradient. With a rounding that has M replicas every result has a
     leading dimension M. `formats`: stage -> format of the rounding points (`recurrence.Stages`, and gate, qk_norm,
-    beta), fp32 where not named. `core` replaces the recurrence by another algorithm for the same rows (the chunkwise
-    one, in `stages`). ValueError for options, offsets or heads that contradict each other.
+    beta, sigmoid), fp32 where not named. `core` replaces the recurrence by another algorithm for the same rows (the
+    chunkwise one, in `stages`). ValueError for options, offsets or heads that contradict each other.
     """
     device = torch.device(device) if device is not None else inputs["q"].device
     formats = dict(formats or {})
@@ -78,8 +78,9 @@ def evaluate_gate(
     x = _doubled(inputs, inputs["g"].device)
     _check_gate(x, options)
     shape, storage = x["g"].shape, (formats or {}).get("gate", "fp32")
-    raw = _replicated(x["g"].flatten(0, 1), rounding)
-    g, adjoint = gates.activate_gate(raw, x.get("A_log"), x.get("dt_bias"), options.lower_bound, rounding, storage)
+    raw, sigmoid = _replicated(x["g"].flatten(0, 1), rounding), (formats or {}).get("sigmoid", "fp32")
+    parameters = (x.get("A_log"), x.get("dt_bias"), options.lower_bound)
+    g, adjoint = gates.activate_gate(raw, *parameters, rounding, storage, sigmoid)
     out = {"o": g.unflatten(1, shape[:2])}
     if gradients and "do" in x:
         out |= adjoint(_replicated(x["do"].flatten(0, 1), rounding))
@@ -176,10 +177,12 @@ class _Prepared:
         self.g, self.g_adjoint = g, lambda dg: {"dg": dg}
         if options.use_gate_in_kernel:
             self.g, self.g_adjoint = gates.activate_gate(
-                g, x.get("A_log"), x.get("dt_bias"), options.lower_bound, rounding, stored("gate")
+                g, x.get("A_log"), x.get("dt_bias"), options.lower_bound, rounding, stored("gate"), stored("sigmoid")
             )
         use_sigmoid, doubled = options.use_beta_sigmoid_in_kernel, options.allow_neg_eigval
-        self.beta, self.beta_adjoint = gates.activate_beta(beta, use_sigmoid, doubled, rounding, stored("beta"))
+        self.beta, self.beta_adjoint = gates.activate_beta(
+            beta, use_sigmoid, doubled, rounding, stored("beta"), stored("sigmoid")
+        )
 
     def _k_first(self, state: Tensor) -> Tensor:
         return state.mT if self.options.state_v_first else state

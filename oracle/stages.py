@@ -37,7 +37,7 @@ class ChunkModel:
     first row); `apart`: i = j outside the anchored tile; `inverse`: 'substitution' or 'neumann' (a half-precision
     series). `form`: 'wy', with v_new = u - w S as above, or 'residual', which inverts I + A_kk b and applies it to
     x = v - (k 2^G) S, [v_new / b | intra-chunk o] = [R | A_qk b R] x: b is among the keys instead. 'solved' is that
-    with y = R x stored, and A_qk b y.
+    with y = R x stored, and A_qk b y. 'stored' keeps every step in `operand`: `oracle.stored_steps`.
     """
 
     chunk: int = 64
@@ -73,8 +73,10 @@ class ChunkModel:
             raise ValueError(f"diagonal is {diagonal!r}, must be 'pair', 'halving', 'anchor' or 'anchor_apart'")
         if inverse not in (None, "substitution", "neumann"):
             raise ValueError(f"inverse is {inverse!r}, must be 'substitution' or 'neumann'")
-        if form not in (None, "wy", "residual", "solved"):
-            raise ValueError(f"form is {form!r}, must be 'wy', 'residual' or 'solved'")
+        if form not in (None, "wy", "residual", "solved", "stored"):
+            raise ValueError(f"form is {form!r}, must be 'wy', 'residual', 'solved' or 'stored'")
+        if form == "stored" and chunk != BLOCK:
+            raise ValueError(f"chunk is {chunk}, must be {BLOCK} with the form 'stored'")
         stages = ("operand", "intra", "pairs", "merge", "stored_inverse", "state", "kept")
         named = {name: formats[name] for name in stages if name in formats}
         return cls(
@@ -252,6 +254,14 @@ class ChunkedRows:
         return {"inverse": R}, step
 
 
+def chunked(rows: Rows, gate: Tensor, scale: float, model: ChunkModel, rounding: Rounding) -> ChunkedRows:
+    """The rows in the chunks of that model."""
+    from oracle.stored_steps import StoredRows
+
+    kind = StoredRows if model.form == "stored" else ChunkedRows
+    return kind(rows, gate, scale, model, rounding)
+
+
 def finite_gate(g: Tensor, rounding: Rounding) -> Tensor:
     """g with resets that a cumulative sum can subtract again: exp(-200) is below every format's floor."""
     if rounding.replicas or bool((g == -math.inf).any()):
@@ -266,9 +276,8 @@ def forward_stages(rows: Rows, scale: float, model: ChunkModel, rounding: Roundi
     V]` before each chunk, the last `state`, and o `[M, R, T, V]`.
     """
     with torch.no_grad():
-        return ChunkedRows(replace(rows, g=finite_gate(rows.g, rounding)), rows.g, scale, model, rounding).run(
-            rows.state
-        )
+        plain = replace(rows, g=finite_gate(rows.g, rounding))
+        return chunked(plain, rows.g, scale, model, rounding).run(rows.state)
 
 
 def chunk_core(model: ChunkModel, rounding: Rounding = EXACT) -> Core:
@@ -295,7 +304,7 @@ def _with_gradients(rows: Rows, scale: float, model: ChunkModel, rounding: Round
     with torch.enable_grad():
         plain = replace(rows, g=finite_gate(rows.g, rounding))
         leaves = [getattr(plain, name).detach().clone().requires_grad_() for name in names]
-        stages = ChunkedRows(Rows(*leaves), rows.g, scale, model, rounding).run(leaves[-1])
+        stages = chunked(Rows(*leaves), rows.g, scale, model, rounding).run(leaves[-1])
         ends = [stages["o"], stages["state"]]
         arriving = [do.expand_as(stages["o"]), dstate.expand_as(stages["state"])]
         found = dict(zip(names, torch.autograd.grad(ends, leaves, arriving)))

@@ -9,7 +9,7 @@ from oracle.operator import Formats, Inputs, Options, evaluate
 from oracle.packing import Layout
 from oracle.recurrence import Rows
 from oracle.rounding import EXACT, Rounding
-from oracle.stages import ChunkedRows, ChunkModel, finite_gate
+from oracle.stages import ChunkedRows, ChunkModel, chunked, finite_gate
 
 FORWARD = ("q_decayed", "k_decayed", "k_rest", "decay", "A_qk", "A_kk", "inverse", "w", "u", "states", "v_new")
 BACKWARD = ("dA_qk", "dh", "dv_new", "z", "dA_kk")
@@ -61,24 +61,24 @@ class _Recorder:
         names = ("q", "k", "v", "g", "beta", "state")
         with torch.set_grad_enabled(self.gradients):
             leaves = [getattr(plain, name).detach().clone().requires_grad_(self.gradients) for name in names]
-            chunked = ChunkedRows(Rows(*leaves), rows.g, scale, self.model, self.rounding)
-            stages = chunked.run(leaves[-1])
+            traced = chunked(Rows(*leaves), rows.g, scale, self.model, self.rounding)
+            stages = traced.run(leaves[-1])
             if self.gradients:
-                stages |= self._backward(chunked, stages, do, dstate)
+                stages |= self._backward(traced, stages, do, dstate)
         kept = (*FORWARD, *(BACKWARD if self.gradients else ()))
         self.groups.append({name: stages[name].detach() for name in kept if name in stages})
         return {"o": stages["o"].detach(), "state": stages["state"].detach()}
 
     def _backward(
-        self, chunked: ChunkedRows, stages: dict[str, Tensor], do: Tensor, dstate: Tensor
+        self, traced: ChunkedRows, stages: dict[str, Tensor], do: Tensor, dstate: Tensor
     ) -> dict[str, Tensor]:
         ends = [stages["o"], stages["state"]]
         arriving = [do.expand_as(ends[0]), dstate.expand_as(ends[1])]
-        behind, values = chunked.carried[1:], chunked.values
+        behind, values = traced.carried[1:], traced.values
         wanted = [stages["A_qk"], stages["A_kk"], *behind, *values]
         dA_qk, dA_kk, *rest = torch.autograd.grad(ends, wanted, arriving)
         dv_new = torch.stack(rest[len(behind) :], 2)
-        z = chunked.product("z", stages["inverse"].mT, dv_new, self.model.operand)
+        z = traced.product("z", stages["inverse"].mT, dv_new, self.model.operand)
         return {"dA_qk": dA_qk, "dA_kk": dA_kk, "dh": torch.stack(rest[: len(behind)], 2), "dv_new": dv_new, "z": z}
 
     def by_slot(self, layout: Layout, value_heads: int, device: torch.device) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 import kda
+from harness.adapters.translate import Adapted
 from harness.bench.document import Skipped
 from harness.bench.timing import Call
 from harness.call import DIFFERENTIABLE, Route, keywords
@@ -71,7 +72,7 @@ def refusal(contender: Contender, case: Case, mode: str) -> str | None:
 def timed_call(contender: Contender, case: Case, mode: str) -> Call:
     """The call to time, its arguments made beforehand; gradients are those of the outputs that `do` and `dht` meet.
 
-    Of decoding the first call, again and again on one pool.
+    Of decoding the first call, again and again on one pool. Of a forward pass by an adapter the kernel's own call.
     """
     gradients = mode == "forward_backward"
     words, function = keywords(case, contender.route.entry), contender.route.function
@@ -82,6 +83,8 @@ def timed_call(contender: Contender, case: Case, mode: str) -> Call:
     }
     if contender.route.entry == "decode":
         return one_call(function.decode, **tensors, **words)
+    if not gradients and isinstance(function, Adapted):
+        return function.prepared(**tensors, **words)
     arriving = [(i, case.inputs[name]) for i, name in enumerate(("do", "dht")) if case.inputs.get(name) is not None]
     leaves, upstream = list(tensors.values()), [x for _, x in arriving]
 

@@ -2,6 +2,7 @@
 
 import base64
 import math
+import re
 from importlib import resources
 
 import numpy as np
@@ -48,7 +49,7 @@ def _summary(made: Diagnosis) -> str:
 
 def _embedded(made: Diagnosis, case: Case, module: str, expression: str, tensors: dict[str, Tensor]) -> list[str]:
     finding, field = made.finding, made.field
-    root = expression.split(".")[0].removesuffix("()")
+    root = re.match(r"\w+", expression)[0]
     lines = [
         f"MODULE, ROOT, EXPRESSION = {module!r}, {root!r}, {expression!r}",
         f"ROUTE = {made.route.id if module == 'kda' else None!r}",

@@ -13,13 +13,15 @@ import torch
 from rich.console import Console
 
 import kda
-from harness.bench import cases, command, contenders, flash_kda
+from harness.bench import cases, command, contenders
 from harness.bench.document import Document
 from harness.bench.measure import Settings, Truth, evenly_spaced, measure, relative_rms
 from harness.bench.timing import Summary
+from harness.call import call
 from harness.isolate import StorageError
 from harness.problem import materialise
 from oracle.operator import evaluate
+from tests.harness import peers
 
 SMALL = replace(cases.CASES["k3-T8192-H96"], lengths=(5,), heads=2, K=8, V=4)
 DECODE = replace(cases.CASES["decode-B64-H32"], lengths=(1, 1), heads=2, K=8, V=4)
@@ -266,45 +268,14 @@ def test_a_call_that_raises_is_a_reason(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("v_first", [False, True], ids=["k_first", "v_first"])
-def test_flash_kda_is_called_in_its_own_layout(v_first, monkeypatch):
-    """In place of the package: the same contract, computed by our own plain route."""
-
-    def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, *, initial_state, final_state, cu_seqlens):
-        flags = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "output_final_state")
-        states = {"initial_state": initial_state, "state_v_first": True, "cu_seqlens": cu_seqlens}
-        more = {"A_log": A_log, "dt_bias": dt_bias.flatten(), "lower_bound": lower_bound, "scale": scale}
-        with kda.force_route("torch"):
-            o, ht = kda.chunk_kda(q, k, v, g, beta, **more, **states, **dict.fromkeys(flags, True))
-        out.copy_(o)
-        final_state.copy_(ht)
-
-    monkeypatch.setitem(sys.modules, "flash_kda", SimpleNamespace(fwd=fwd))
-    (route,) = flash_kda.subject().routes
-    problem = replace(SMALL, lengths=(2, 1), packed=True, K=128, V=128, initial_state=True, v_first=v_first, h0="gauss")
-    assert route.lacks(problem) is None
-    case = cases.tensors(problem, "cpu")
-    (contender,) = contenders.contenders([flash_kda.subject()], "*")
-    o, ht = contenders.timed_call(contender, case, "forward")()
+def test_flash_kda_is_timed_in_its_own_layout(v_first, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_kda", SimpleNamespace(fwd=peers.flash_kda_fwd))
+    changes = {"lengths": (2, 1), "packed": True, "K": 128, "V": 128, "initial_state": True, "h0": "gauss"}
+    case = cases.tensors(replace(SMALL, v_first=v_first, **changes), "cpu")
+    (contender,) = contenders.contenders(contenders.subjects("flash_kda")[0], "*")
+    assert contenders.refusal(contender, case, "forward") is None
+    assert contenders.timed_call(contender, case, "forward")() is None  # its own call, which fills buffers
+    outputs = call(contender.route, case).outputs
     exact = evaluate(case.inputs, case.options, gradients=False)
-    assert relative_rms(o, exact["o"]) < 0.01 and relative_rms(ht, exact["ht"]) < 0.01
+    assert relative_rms(outputs["o"], exact["o"]) < 0.01 and relative_rms(outputs["ht"], exact["ht"]) < 0.01
     assert contenders.refusal(contender, case, "forward_backward") == "has no gradients"
-
-
-@pytest.mark.parametrize(
-    "changes, reason",
-    [
-        ({"K": 64}, "needs K = V = 128"),
-        ({"group": 2}, "needs one value head"),
-        ({"dtype": "fp16"}, "needs bf16"),
-        ({"l2norm": False}, "needs l2norm"),
-        ({"dt_bias": None}, "needs a lower_bound with"),
-    ],
-    ids=["width", "gva", "dtype", "l2norm", "dt_bias"],
-)
-def test_what_flash_kda_does_not_take(changes, reason):
-    assert flash_kda.lacks(replace(SMALL, **{"K": 128, "V": 128, **changes})).startswith(reason)
-
-
-def test_a_missing_flash_kda_is_a_reason():
-    _, missing = contenders.subjects("harness.bench.flash_kda:subject")
-    assert missing[0].kind == "missing" and "cannot be imported" in missing[0].reason

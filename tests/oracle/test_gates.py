@@ -8,7 +8,7 @@ import pytest
 import torch
 from mpmath import mpf
 
-from oracle.gates import activate_beta, activate_gate, l2norm, sigmoid_slope, softplus
+from oracle.gates import TANH_APPROX, activate_beta, activate_gate, l2norm, sigmoid_slope, softplus
 from oracle.rounding import EXACT, RandomGrids, ToFormat
 
 RELATIVE = 1e-12  # of each element; e^x at |x| = 700 alone costs 1e-13
@@ -196,3 +196,23 @@ def test_l2norm_storage_counts():
     x = torch.randn(1, 6, 2, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     y, _ = l2norm(x, "q", ToFormat(), "bf16")
     assert torch.equal(y, y.bfloat16().double())
+
+
+@pytest.mark.parametrize("operand", ["gate", "beta"])
+def test_an_approximate_tanh_errs_by_a_share_of_itself_and_saturates(operand):
+    """A sigmoid by tanh.approx, right to 2^-11 of the tanh: never below 0 nor past 1, and exact at 1/2."""
+    raw = torch.cat([torch.zeros(1), torch.linspace(-12, 12, 97)]).double().view(1, -1, 1, 1)
+    rounding = RandomGrids(64)
+    raw, spread = raw.expand(64, -1, -1, -1), 2.0**-11 * 0.72 * 2
+    if operand == "gate":
+        g, _ = activate_gate(raw, None, None, -1.0, rounding, sigmoid=TANH_APPROX)
+        p = -g
+    else:
+        p, _ = activate_beta(raw, True, False, rounding, sigmoid=TANH_APPROX)
+    exact = torch.sigmoid(raw)
+    error, t = (p - exact).abs(), (2 * exact - 1).abs()
+    small = 2.0**-20 * exact
+    assert bool((error <= spread * t / 2 + small).all()) and float((p - 1).max()) < 1e-6 and float(p.min()) >= -1e-6
+    assert float(error[:, 0].max()) < 1e-6 and float((error / exact)[:, 20].max()) > 1e-3
+    plain, _ = activate_beta(raw, True, False, EXACT, sigmoid=TANH_APPROX)
+    assert torch.equal(plain, exact)

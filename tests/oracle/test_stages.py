@@ -8,7 +8,7 @@ import torch
 
 from oracle.operator import Options, evaluate
 from oracle.recurrence import LOG2E, Rows
-from oracle.rounding import RandomGrids
+from oracle.rounding import RandomGrids, ToFormat, round_to
 from oracle.stages import ChunkModel, evaluate_chunk, forward_stages
 
 FP32 = dict.fromkeys(("operand", "intra", "merge", "stored_inverse", "state"), "fp32")
@@ -52,6 +52,33 @@ def test_exact_chunks_are_the_recurrence(T, chunk, diagonal):
 def test_exact_residual_form_is_the_recurrence(T, chunk):
     x, options = problem(T), Options(intermediates=True, chunk_size=chunk)
     assert_same(evaluate_chunk(x, options, chunk=chunk, form="residual"), evaluate(x, options))
+
+
+@pytest.mark.parametrize("T", [1, 16, 65])
+@pytest.mark.parametrize("inverse", ["substitution", "neumann"])
+def test_exact_stored_form_is_the_recurrence(T, inverse):
+    x, options = problem(T), Options(intermediates=True, chunk_size=16)
+    assert_same(evaluate_chunk(x, options, chunk=16, form="stored", inverse=inverse), evaluate(x, options))
+
+
+def test_the_stored_form_stores_the_state_that_arrives_too():
+    """With one token of no decay, no key and no query a state differs by how it is stored, and by nothing else."""
+    x = {
+        name: 0 * value if name in ("q", "k", "g") else value for name, value in problem(1).items() if value is not None
+    }
+    arrived = x["initial_state"]
+    for fmt in ("bf16", "fp32"):
+        made = evaluate_chunk(x, Options(), gradients=False, formats={"state": fmt}, chunk=16, form="stored")["ht"]
+        assert torch.equal(made, arrived)
+        rounded = evaluate_chunk(
+            x, Options(), gradients=False, rounding=ToFormat(), formats={"state": fmt}, chunk=16, form="stored"
+        )["ht"][0]
+        assert torch.equal(rounded, round_to(arrived, fmt))
+
+
+def test_the_stored_form_has_chunks_of_one_block():
+    with pytest.raises(ValueError, match="chunk is 32, must be 16 with the form 'stored'"):
+        ChunkModel.of({}, 32, None, None, "stored")
 
 
 def test_exact_neumann_is_the_inverse():
