@@ -3,6 +3,7 @@
 from harness.mutants import (
     chunk_faults,
     decode_faults,
+    fused_bwd_faults,
     fused_faults,
     gate_faults,
     host_faults,
@@ -17,6 +18,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *chunk_faults.MUTANTS,
     *state_faults.MUTANTS,
     *fused_faults.MUTANTS,
+    *fused_bwd_faults.MUTANTS,
     *host_faults.MUTANTS,
     *decode_faults.MUTANTS,
 )
