@@ -14,7 +14,7 @@ from kda.precision import PrecisionSpec
 from oracle.envelope import LIMITS, Limits
 from oracle.operator import Options
 from oracle.packing import Layout
-from oracle.rounding import DTYPE_OF_FORMAT, EXACT
+from oracle.rounding import DTYPE_OF_FORMAT, EXACT, RandomGrids
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def measure(
     for own, names in declared_by(spec, got):
         call = by_spec(own, any(map(is_gradient, names)))
         mine = {name: slice_output(name, exact[name], queries, heads) for name in names}
-        part = Part(call, queries, sliced, mine, limits.confirm, seed + CONFIRMING)
+        part = Part(call, queries, sliced, mine, RandomGrids(limits.confirm, seed + CONFIRMING, sliced["g"].device))
         found |= {name: _field(name, part, got[name].detach().to(exact[name].device), exact[name]) for name in names}
     return found
 

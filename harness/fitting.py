@@ -24,7 +24,7 @@ def for_fused(problem: Problem) -> Problem | None:
     if problem.intermediates:
         return None
     wider = {name: min(n for n in FUSED_WIDTHS if n >= getattr(problem, name)) for name in ("K", "V")}
-    return replace(problem, dtype="bf16", **wider)
+    return replace(problem, dtype="bf16", precision="ieee", **wider)
 
 
 # One after the other; the two paths of a chunk route each get what its gates allow, with the flag that asks for it.

@@ -92,17 +92,30 @@ class Part:
         queries: list[int],
         inputs: Mapping[str, Tensor | None],
         exact: Mapping[str, Tensor],
-        replicas: int,
-        seed: int,
+        grids: RandomGrids,
+        first: int | None = None,
     ):
-        self.call, self.queries, self.inputs, self.exact, self.seed = call, queries, inputs, exact, seed
+        """`first`: begin with so many of the replicas of `grids`; `complete` goes on with the others."""
+        self.call, self.queries, self.inputs, self.exact, self.seed = call, queries, inputs, exact, grids.seed
         self.evaluator = call.evaluator(inputs)
-        self.rounding = RandomGrids(replicas, seed, inputs["g"].device)
-        self.replicas = self.evaluator(self.rounding, call.spec.algorithm)
-        self.overflowed = (
-            self.rounding.overflowed
-        )  # by an operand of the route; later rounding of outputs does not count
+        self.everything = grids
+        grids.forget()
+        self._judge_by(grids.some(0, first or grids.replicas))
+
+    def _judge_by(self, rounding: RandomGrids, known: Mapping[str, Tensor] | None = None) -> None:
+        """Run these replicas, and judge by them and those that are `known`."""
+        replicas = self.evaluator(rounding, self.call.spec.algorithm)
+        self.replicas = {name: torch.cat([known[name], x]) for name, x in replicas.items()} if known else replicas
+        self.count = len(next(iter(self.replicas.values())))
+        self.of_limits = self.call.limits.share(self.count)
+        self.first = self.of_limits < 1  # a first look, which says OK or SUSPECT; see NOTE [First look]
+        self.overflowed = rounding.overflowed
         self.share: dict[str, float] = {}  # quantity -> largest sigma of a row, in units of the row's scale
+
+    def complete(self) -> None:
+        """Judge by all replicas from now on."""
+        if self.count < self.everything.replicas:
+            self._judge_by(self.everything.some(self.count, self.everything.replicas), self.replicas)
 
     @cached_property
     def plain(self) -> dict[str, Tensor]:
@@ -125,7 +138,8 @@ class Part:
         if not bool(torch.isfinite(errors).all()):
             return None
         error = torch.where(torch.isfinite(value), value - exact, 0.0)
-        return Measured(value, exact, error, statistics(error, exact, errors, fmt, self.rounding, self.call.limits))
+        outputs = self.everything.some(0, self.count)
+        return Measured(value, exact, error, statistics(error, exact, errors, fmt, outputs, self.call.limits))
 
     def _block(self, name: str, block: Block, got: Tensor) -> Verdict:
         limits, fmt = self.call.limits, FORMAT_OF_DTYPE[got.dtype]
@@ -135,13 +149,14 @@ class Part:
         value, exact, error, stats = measured.value, measured.exact, measured.error, measured.statistics
         finite = torch.isfinite(value)
         scale = torch.maximum(rms(exact), rms(exact, (1, 2))[:, None] * self._small_row()) + FLOOR[fmt]
-        self.share[name] = max(self.share.get(name, 0.0), float((rms(stats.sigma) / scale).max()))
+        widest = self.of_limits * float((rms(stats.sigma) / scale).max())
+        self.share[name] = max(self.share.get(name, 0.0), widest)
         overflow = (exact.abs() + limits.element * stats.sigma > LARGEST[fmt]) & (value.sign() == exact.sign())
-        lost = ~(finite | overflow)
+        lost = ~finite if self.first else ~(finite | overflow)
         if bool(lost.any()):
-            klass, statistic, ratio = ("UNSTABLE" if self._may_overflow else "BUG"), "nonfinite", math.inf
+            klass, statistic, ratio = self._without_number(), "nonfinite", math.inf
         else:
-            shares = {n: v / limit for n, (v, limit) in stats.values.items()}
+            shares = {n: v / limit * self.of_limits for n, (v, limit) in stats.values.items()}
             over = {n: shares[n] for n, (v, limit) in stats.values.items() if not v <= limit}
             klass = self._class(name, block, error, exact, stats, over, scale)
             statistic = max(over or shares, key=(over or shares).get)
@@ -151,10 +166,16 @@ class Part:
     def _without_envelope(self, name: str, exact: Tensor, finite: Tensor) -> Verdict:
         """The algorithm in float64 is not finite: nothing to compare with, but no excuse for a result that is not."""
         lost = int((~finite & torch.isfinite(exact)).sum())
-        klass = ("UNSTABLE" if self._may_overflow else "BUG") if lost else "UNINFORMATIVE"
+        klass = self._without_number() if lost or self.first else "UNINFORMATIVE"
         message = "the algorithm in float64 is not finite on this input"
         statistic = "nonfinite" if lost else "envelope"
         return Verdict(name, klass, math.inf, statistic, message, Census(finite.numel(), lost, lost))
+
+    def _without_number(self) -> str:
+        """The class of a result that is not finite, and should be."""
+        if self.first:
+            return "SUSPECT"
+        return "UNSTABLE" if self._may_overflow else "BUG"
 
     @cached_property
     def natural(self) -> dict[str, Tensor]:
@@ -192,8 +213,11 @@ class Part:
         row_error, row_sigma, alive = rms(error), rms(stats.sigma), rms(exact) > 0
         allowed = math.inf if self._sum_unresolved else limits.relaxed
         relaxed = bool(over) and all(ratio <= allowed for ratio in over.values())
-        doubtful = (row_error > limits.unstable_row * scale) | ((row_sigma > limits.uninformative * scale) & alive)
-        if not bool(doubtful.any()) and not relaxed:
+        vague = (row_sigma > self.of_limits * limits.uninformative * scale) & alive
+        doubtful = bool(((row_error > limits.unstable_row * scale) | vague).any())
+        if self.first:
+            return "SUSPECT" if over or doubtful else "OK"
+        if not doubtful and not relaxed:
             return "BUG" if over else "OK"
         scale = torch.maximum(scale, self._terms(name, block))
         plain = rms((block.take(self.plain[name]) - exact).square().mean(0).sqrt() + stats.rounding / 1.7)

@@ -1,7 +1,8 @@
 """Authority on verdicts: a kernel's outputs against the oracle, a class and a ratio for every quantity."""
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,12 +16,14 @@ from kda.precision import PrecisionSpec
 from oracle.envelope import FLOOR, LIMITS, Limits, output_unit, rms
 from oracle.operator import Options
 from oracle.packing import Layout
-from oracle.rounding import EXACT, FORMAT_OF_DTYPE
+from oracle.rounding import EXACT, FORMAT_OF_DTYPE, RandomGrids
+from oracle.stages import BLOCK
 
 __all__ = ["SEVERITY", "Census", "Verdict", "Wrong", "judge", "severity", "worst"]
 
 STATE_STEPS = {"cpu": 4e9, "cuda": 2e9}  # replicas x tokens x heads x K x V that are judged; see NOTE [Heads judged]
 PART_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}  # replicas x tokens x heads x width of one part: bounds memory
+FIRST_LOOK = {"cpu": 2**17, "cuda": 2**24}  # elements of the largest tensors of a screen from which a first look pays
 CHUNK_WEIGHT = 8  # an element of the chunkwise algorithm, whose autograd keeps pairwise decays: measured 1.3 kB
 
 
@@ -53,10 +56,11 @@ def judge(
     found = {name: _form_problem(name, exact.get(name), outputs.get(name), inputs, spec) for name in wanted}
     names = [name for name in wanted if found[name] is None]
     got = {name: outputs[name].detach().to(device) for name in names}
+    grids = functools.cache(lambda replicas, seed: RandomGrids(replicas, seed, device))
     for own, mine in declared_by(spec, names):
         call = by_spec(own, any(map(is_gradient, mine)))
         truths, returned = ({name: results[name] for name in mine} for results in (exact, got))
-        found |= _Case(call, inputs, truths, returned, seed).judged()
+        found |= _Case(call, inputs, truths, returned, seed, grids).judged()
         close = nearly_exact(call, inputs, truths, returned) if near_exact else {}
         found |= {name: worst((found[name], far)) for name, far in close.items()}
     return list(found.values())
@@ -105,8 +109,9 @@ def _form_problem(name, truth, got, inputs, spec) -> Verdict | None:
 # Every head is judged in full as long as the replicas fit a budget of state steps; beyond it evenly spaced heads are.
 # The others get a coarse look (the error of each row beyond its output rounding, against the widest row of the heads
 # that were judged), and those that stand out are judged in full too: the coarse look finds, it never condemns. A
-# message says how many heads were judged. Heads go in parts that bound memory. A BUG of the screen is looked at again,
-# in exactly the heads where it was seen, with fresh and more replicas; only a BUG in both is one.
+# message says how many heads were judged. Heads go in parts that bound memory. Where replicas are dear, most of what is
+# right is found to be so with some of them (NOTE [First look]), and the others are not run. A BUG of the screen is
+# looked at again, in exactly the heads where it was seen, with fresh and more replicas; only a BUG in both is one.
 @dataclass
 class _Case:
     """One call with its exact results and the outputs that can be compared."""
@@ -116,6 +121,7 @@ class _Case:
     exact: dict[str, Tensor]
     got: dict[str, Tensor]
     seed: int
+    grids: Callable[[int, int], RandomGrids]  # by (replicas, seed)
 
     def judged(self) -> dict[str, Verdict]:
         """The verdict on every quantity."""
@@ -165,11 +171,26 @@ class _Case:
 
     def _look(self, queries: list[int], names: list[str], replicas: int, seed: int) -> tuple[dict[str, Verdict], dict]:
         """Verdicts on `names` in these heads with replicas of their own, and the widest rows."""
-        heads = self.call.heads
+        heads, limits = self.call.heads, self.call.limits
         mine = lambda tensors: {n: slice_output(n, tensors[n], queries, heads) for n in names}  # noqa: E731
-        inputs = slice_heads(self.inputs, queries, self.call.entry)
-        part = Part(self.call, queries, inputs, mine(self.exact), replicas, seed)
-        return {name: part.verdict(name, got) for name, got in mine(self.got).items()}, part.share
+        inputs, got = slice_heads(self.inputs, queries, self.call.entry), mine(self.got)
+        first = limits.first if replicas == limits.screen and self._dear(len(queries)) else replicas
+        part = Part(self.call, queries, inputs, mine(self.exact), self.grids(replicas, seed), first)
+        verdicts = {name: part.verdict(name, y) for name, y in got.items()}
+        share, unclear = dict(part.share), [name for name in names if verdicts[name].klass == "SUSPECT"]
+        if unclear:
+            part.complete()
+            verdicts |= {name: part.verdict(name, got[name]) for name in unclear}
+        return verdicts, share | part.share
+
+    def _dear(self, queries: int) -> bool:
+        """Whether replicas of so many heads cost by the numbers in them, and not by the operation."""
+        heads, x = self.call.heads, self.inputs
+        width = 1 if self.call.entry == "gate" else x["v"].shape[-1]
+        rows = queries * heads.group * len(self.call.layout.lengths)
+        tokens = queries * heads.group * sum(self.call.layout.lengths)
+        each = tokens * BLOCK * max(heads.K, width) if self.call.spec.algorithm == "chunk" else rows * heads.K * width
+        return self.call.limits.screen * each >= self._budget(FIRST_LOOK)
 
     def _in_full(self, queries: list[int]) -> tuple[dict[str, Verdict], dict[str, float]]:
         """(verdicts on these heads, the largest share of a row's scale that rounding may take)."""

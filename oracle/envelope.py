@@ -3,12 +3,13 @@
 Tensors are `[N, T, D]` (N blocks: a sequence and a head), replicas `[M, N, T, D]`. See NOTE [Envelope].
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from oracle.rounding import PRECISION_BITS, Rounding
+from oracle.rounding import OUTPUT, PRECISION_BITS, Rounding
 
 # NOTE [Envelope]
 # Replicas run the route's own algorithm in float64 with random rounding functions at its declared rounding points;
@@ -16,6 +17,14 @@ from oracle.rounding import PRECISION_BITS, Rounding
 # deterministic: half an ulp, kept apart. An element may be c sigma away: c = 9 covers 27 worst-case sites that all err
 # the same way (sqrt(3 n) sigma). Many elements together say more than one: the rms of e / sigma over rows, columns and
 # the block, and the projection of the error on the reference (a gain error), each against its own spread over replicas.
+
+# NOTE [First look]
+# A first look takes n of the M replicas of a screen, and can only find that something is right. Squares only add up:
+# whatever the other replicas are, the mean square over M is at least n / M of that over n. So an error within
+# sqrt(n / M) of a limit by n replicas is within it by M. Limits are smaller by that, and the spread of rows and blocks,
+# which may raise theirs, is left out. What this does not cover: where sigma is raised to its row and column the bound
+# holds as far as their mean squares do not depend on which replicas were taken, and a gain is weighed by the sigmas of
+# the n.
 
 # Flush to zero and subnormals: nothing below this is compared.
 FLOOR = {"fp32": 2.0**-120, "tf32": 2.0**-120, "bf16": 2.0**-120, "fp16": 2.0**-24, "fp64": 0.0}
@@ -25,7 +34,8 @@ FLOOR = {"fp32": 2.0**-120, "tf32": 2.0**-120, "bf16": 2.0**-120, "fp16": 2.0**-
 class Limits:
     """Every constant of the criterion; calibrated in the error-model study, changed only with a new calibration."""
 
-    screen: int = 8  # replicas of a first look
+    first: int = 4  # replicas of a first look, which only finds what is right; see NOTE [First look]
+    screen: int = 8  # replicas by which anything else is judged
     confirm: int = 40  # fresh replicas before anything is called a bug
     plain: int = 3  # replicas of the plain recurrence, where a route loses digits
     element: float = 9.0
@@ -45,6 +55,10 @@ class Limits:
     clear: float = 5.0  # a failure this far over its limit is clear ...
     gross: float = 30.0  # ... and this far gross
     small_row: float = 1 / 128  # rows are measured against at least this share of the block's rms
+
+    def share(self, replicas: int) -> float:
+        """Of each limit, what so few replicas leave; 1 from those of a screen on."""
+        return min(1.0, math.sqrt(replicas / self.screen))
 
 
 LIMITS = Limits()
@@ -83,29 +97,38 @@ def _worst(x: Tensor) -> float:
 def statistics(
     error: Tensor, exact: Tensor, errors: Tensor, fmt: str, rounding: Rounding, limits: Limits = LIMITS
 ) -> Statistics:
-    """Every statistic of `error` against the replicas' `errors`; `fmt` is the format of the output."""
-    floor = FLOOR[fmt]
+    """Every statistic of `error` against the replicas' `errors`; `fmt` is the format of the output.
+
+    Fewer replicas than a screen has are a first look: see NOTE [First look].
+    """
+    floor, share = FLOOR[fmt], limits.share(len(errors))
     sigma = pooled_sigma(errors)
-    half_ulp = output_unit(fmt) * (exact.abs() + limits.element * sigma) * 1.001 + floor
+    half_ulp = output_unit(fmt) * (exact.abs() + share * limits.element * sigma) * 1.001 + floor
     excess = (error.abs() - half_ulp).clamp(min=0)
     z = torch.where(sigma > 0, excess / sigma, torch.where(error.abs() > half_ulp, torch.inf, 0.0))
-    values = {"element": (_worst(z), limits.element)}
+    values = {"element": (_worst(z), share * limits.element)}
 
-    stored = rounding.round("output", exact + errors, fmt) - exact if fmt in ("bf16", "fp16") else errors
-    spread = (pooled_sigma(stored).square() + floor * floor).sqrt()
+    rounds = fmt in ("bf16", "fp16")
+    stored = rounding.round(OUTPUT, exact + errors, fmt).sub_(exact) if rounds else errors
+    spread = ((pooled_sigma(stored) if rounds else sigma).square() + floor * floor).sqrt()
     scaled, replicas = error / spread, stored / spread
     weight = torch.where(spread > 10 * floor, exact / spread, 0.0)
     for name, dims, base in (("row", (2,), limits.row), ("column", (1,), limits.row), ("block", (1, 2), limits.block)):
         if name != "block" and error.shape[dims[0]] <= 3:
             continue
-        observed, expected = rms(scaled, dims), rms(replicas, tuple(d + 1 for d in dims))
-        alive = expected[expected > 0]
-        deviation = float((alive - alive.mean()).square().mean().sqrt()) if alive.numel() else 0.0
-        values[name] = (_worst(observed), max(base, 1 + limits.spread * deviation))
+        limit = share * base if share < 1 else max(base, 1 + limits.spread * _deviation(replicas, dims))
+        values[name] = (_worst(rms(scaled, dims)), limit)
     for name, dims in (("row_gain", (2,)), ("column_gain", (1,)), ("block_gain", (1, 2))):
         if any(error.shape[d] <= 1 for d in dims):
             continue
         projected = (scaled * weight).sum(dims, keepdim=True).abs()
         usual = pooled_sigma((replicas * weight).sum(tuple(d + 1 for d in dims), keepdim=True))
-        values[name] = (_worst(torch.where(usual > 0, projected / usual, 0.0)), limits.gain)
+        values[name] = (_worst(torch.where(usual > 0, projected / usual, 0.0)), share * limits.gain)
     return Statistics(values, sigma, half_ulp, z)
+
+
+def _deviation(replicas: Tensor, dims: tuple[int, ...]) -> float:
+    """The spread of a root mean square over `dims`, over replicas and blocks."""
+    expected = rms(replicas, tuple(d + 1 for d in dims))
+    alive = expected[expected > 0]
+    return float((alive - alive.mean()).square().mean().sqrt()) if alive.numel() else 0.0

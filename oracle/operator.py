@@ -14,6 +14,7 @@ from oracle.rounding import EXACT, Rounding
 Inputs = Mapping[str, Tensor | None]
 Formats = Mapping[str, str]
 BLOCK_BYTES = {"cpu": 2**30, "cuda": 2**34}  # live states of one block of heads
+CACHE_BYTES = 2**17  # of one state, of those replicas that a CPU works off together
 BY_TOKEN = ("o", "dq", "dk", "dv", "dg", "dbeta")
 
 
@@ -95,6 +96,15 @@ def recurrent_core(rounding: Rounding, formats: Formats) -> Core:
     def core(
         rows: Rows, scale: float, do: Tensor | None, dstate: Tensor | None, chunk: int | None
     ) -> dict[str, Tensor]:
+        parts = [
+            run(rows.some(first, last), scale, do, dstate, chunk, rounding.some(first, last))
+            for first, last in _spans(max(rounding.replicas, 1), rows.state[0])
+        ]
+        return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def run(
+        rows: Rows, scale: float, do: Tensor | None, dstate: Tensor | None, chunk: int | None, rounding: Rounding
+    ) -> dict[str, Tensor]:
         every = chunk or recurrence.segment_length(rows.length)
         o, state, kept = recurrence.forward(rows, scale, rounding, stages, every if chunk or do is not None else None)
         out = {"o": o, "state": state}
@@ -105,6 +115,12 @@ def recurrent_core(rounding: Rounding, formats: Formats) -> Core:
         return out
 
     return core
+
+
+def _spans(replicas: int, state: Tensor) -> list[tuple[int, int]]:
+    """The replicas in spans whose states stay in a CPU's cache, where the recurrence does little with each number."""
+    count = replicas if state.is_cuda else max(1, CACHE_BYTES // max(1, 8 * state.numel()))
+    return [(first, min(first + count, replicas)) for first in range(0, replicas, count)]
 
 
 def _doubled(inputs: Inputs, device: torch.device) -> dict[str, Tensor]:

@@ -43,6 +43,10 @@ class Rows:
     def length(self) -> int:
         return self.q.shape[2]
 
+    def some(self, first: int, last: int) -> "Rows":
+        """The replicas `first`..`last` - 1."""
+        return Rows(*(getattr(self, name)[first:last] for name in self.__dataclass_fields__))
+
 
 @dataclass(frozen=True)
 class Stages:
@@ -68,15 +72,43 @@ class Stages:
 FP32 = Stages()
 
 
+# NOTE [Room]
+# Replicas do much with every state, and on a CPU fresh memory costs more than the arithmetic: pages have to be mapped
+# in. So their states are made in memory that is used again: one place for each intermediate of a token, and one for
+# each token of a segment where the backward pass needs all of them. The exact pass takes fresh memory.
+class _Room:
+    """Places for the states of a segment of `tokens`; None, as `out=` has it, where memory is fresh."""
+
+    def __init__(self, rows: Rows, tokens: int, reused: bool):
+        self.shape, self.reused, self.tokens, self.like = rows.state.shape, reused, tokens, rows.state
+        self.places: dict[str, Tensor] = {}
+
+    def state(self, name: str) -> Tensor | None:
+        """`[M, R, K, V]`."""
+        return self._place(name, self.shape)
+
+    def states(self, name: str, count: int | None = None) -> Tensor | None:
+        """`[M, R, n, K, V]`, of `count` tokens."""
+        place = self._place(name, (*self.shape[:2], self.tokens, *self.shape[2:]))
+        return None if place is None else place[:, :, :count]
+
+    def _place(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        if self.reused and name not in self.places:
+            self.places[name] = self.like.new_empty(shape)
+        return self.places.get(name)
+
+
 class _Step:
     """The arithmetic of one token, with its rounding points."""
 
-    def __init__(self, rows: Rows, scale: float, rounding: Rounding, stages: Stages):
+    def __init__(self, rows: Rows, scale: float, rounding: Rounding, stages: Stages, tokens: int = 1):
         self.rows, self.rounding, self.stages = rows, rounding, stages
+        self.room = _Room(rows, tokens, bool(rounding.replicas))
         self.scale = scale * rounding.constant("recurrence.scale", 2.0**-24, rows.q)
         self.q = self.scale * rows.q
         self.decay = self._decay(rows.g)
         self.beta = rows.beta[..., None]
+        self.q_size, self.k_size = (x.norm(dim=-1, keepdim=True) if rounding.replicas else x for x in (rows.q, rows.k))
 
     def _decay(self, g: Tensor) -> Tensor:
         if not self.rounding.replicas:
@@ -89,47 +121,64 @@ class _Step:
     def round(self, site: str, x: Tensor, fmt: str = "fp32") -> Tensor:
         return self.rounding.round(f"recurrence.{site}", x, fmt)
 
-    def contract(self, site: str, x: Tensor, state: Tensor) -> Tensor:
+    def round_(self, site: str, x: Tensor, fmt: str = "fp32") -> Tensor:
+        return self.rounding.round_(f"recurrence.{site}", x, fmt)
+
+    def contract(
+        self, site: str, x: Tensor, state: Tensor, spare: Tensor | None = None, size: Tensor | None = None
+    ) -> Tensor:
         """x^T S over the first state axis: x `[.., K]`, S `[.., K, V]` to `[.., V]`.
 
-        fp32 accumulation counts, unless operands in a lower format hide it.
+        fp32 accumulation counts, unless operands in a lower format hide it. `spare`: a place for something like S;
+        `size`: the norm of x, if it is known.
         """
         if self.stages.update != "fp32":
             state = self.round(f"{site}.operand", state, self.stages.update)
         total = (x.unsqueeze(-2) @ state).squeeze(-2)
         if not self.rounding.replicas or self.stages.update != "fp32":
             return total
-        magnitude = x.norm(dim=-1, keepdim=True) * state.norm(dim=-2)
-        return self.rounding.accumulate(f"recurrence.{site}", total, magnitude)
+        # torch's norm over an axis that is not the last takes five times as long.
+        column = torch.mul(state, state, out=spare).sum(-2).sqrt_()
+        size = x.norm(dim=-1, keepdim=True) if size is None else size
+        return self.rounding.accumulate(f"recurrence.{site}", total, column.mul_(size))
 
-    def dot(self, site: str, x: Tensor, y: Tensor) -> Tensor:
-        """x . y over the last axis, accumulated in fp32."""
-        total = (x * y).sum(-1)
+    def dot(self, site: str, x: Tensor, y: Tensor, spare: Tensor | None = None) -> Tensor:
+        """x . y over the last axis, accumulated in fp32. `spare`: a place for something like them."""
+        total = torch.mul(x, y, out=spare).sum(-1)
         if not self.rounding.replicas:
             return total
         return self.rounding.accumulate(f"recurrence.{site}", total, x.norm(dim=-1) * y.norm(dim=-1))
 
-    def forward(self, t: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(S', r, u, S_t) of token t."""
-        k = self.rows.k[:, :, t]
+    def forward(
+        self, t: int, state: Tensor, before: Tensor | None, after: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(S', r, u, S_t) of token t; `before` and `after`: places for S' and S_t."""
+        k, spare = self.rows.k[:, :, t], self.room.state("spare")
         if t and self.stages.carried != "fp32":  # else it is rounded already
             state = self.round("carried", state, self.stages.carried)
-        decayed = self.round("decayed", self.decay[:, :, t, :, None] * state)
-        residual = self.round("residual", self.rows.v[:, :, t] - self.contract("k_state", k, decayed))
+        decayed = self.round_("decayed", torch.mul(self.decay[:, :, t, :, None], state, out=before))
+        residual = self.round(
+            "residual", self.rows.v[:, :, t] - self.contract("k_state", k, decayed, spare, self.k_size[:, :, t])
+        )
         update = self.round("update", self.beta[:, :, t] * residual, self.stages.update)
-        outer = self.round("outer", k[..., None] * update[..., None, :])
-        return decayed, residual, update, self.round("state", decayed + outer, self.stages.state)
+        outer = self.round_("outer", torch.mul(k[..., None], update[..., None, :], out=spare))
+        state = self.round_("state", torch.add(decayed, outer, out=after), self.stages.state)
+        return decayed, residual, update, state
 
-    def backward(self, t: int, do: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(D, w, D', dS_{t-1}) of token t; do `[M or 1, R, T, V]`."""
-        k = self.rows.k[:, :, t]
-        arriving = self.round("do_outer", self.q[:, :, t, :, None] * do[:, :, t, None, :])
-        total = self.round("state_grad", dstate + arriving, self.stages.state_grad)
-        pull = self.contract("k_grad", k, total)
+    def backward(
+        self, t: int, do: Tensor, dstate: Tensor, total: Tensor | None, rest: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(D, w, D', dS_{t-1}) of token t; do `[M or 1, R, T, V]`; `total` and `rest`: places for D and D'."""
+        k, spare = self.rows.k[:, :, t], self.room.state("spare")
+        arriving = torch.mul(self.q[:, :, t, :, None], do[:, :, t, None, :], out=spare)
+        arriving = self.round_("do_outer", arriving)
+        total = self.round_("state_grad", torch.add(dstate, arriving, out=total), self.stages.state_grad)
+        pull = self.contract("k_grad", k, total, spare, self.k_size[:, :, t])
         leaving = self.round("update_grad", self.beta[:, :, t] * pull, self.stages.update_grad)
-        outer = self.round("outer_grad", k[..., None] * leaving[..., None, :])
-        rest = self.round("rest_grad", total - outer, self.stages.state_grad)
-        return total, pull, rest, self.round("decayed_grad", self.decay[:, :, t, :, None] * rest)
+        outer = self.round_("outer_grad", torch.mul(k[..., None], leaving[..., None, :], out=spare))
+        rest = self.round_("rest_grad", torch.sub(total, outer, out=rest), self.stages.state_grad)
+        dstate = torch.mul(self.decay[:, :, t, :, None], rest, out=self.room.state("dstate"))
+        return total, pull, rest, self.round_("decayed_grad", dstate)
 
 
 def segment_length(length: int) -> int:
@@ -142,12 +191,13 @@ def forward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(o `[M, R, T, V]`, final state `[M, R, K, V]`, the states before tokens 0, n, 2n, ... with n = `keep_every`)."""
     step = _Step(rows, scale, rounding, stages)
+    room = step.room
     state, outputs, kept = rows.state, [], []
     for t in range(rows.length):
         if keep_every and t % keep_every == 0:
-            kept.append(state)
-        *_, state = step.forward(t, state)
-        outputs.append(step.contract("q_state", rows.q[:, :, t], state))
+            kept.append(state.clone() if room.reused else state)
+        *_, state = step.forward(t, state, room.state("before"), room.state("after"))
+        outputs.append(step.contract("q_state", rows.q[:, :, t], state, room.state("spare"), step.q_size[:, :, t]))
     o = step.scale * torch.stack(outputs, 2) if outputs else rows.v
     return o, state, kept
 
@@ -166,7 +216,7 @@ def backward(
 
     `kept`: the states before tokens 0, `every`, 2 `every`, ... of the forward pass.
     """
-    step = _Step(rows, scale, rounding, stages)
+    step = _Step(rows, scale, rounding, stages, every)
     segments = []
     for index in reversed(range(len(kept))):
         first = index * every
@@ -182,29 +232,32 @@ def _segment_backward(
     step: _Step, span: range, state: Tensor, do: Tensor, dstate: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The adjoint of the tokens in `span`, whose first state is `state`; reductions that need no order come last."""
-    before, residuals, updates, after = [], [], [], []
-    for t in span:
-        decayed, residual, update, state = step.forward(t, state)
-        before.append(decayed)
+    count, room = len(span), step.room
+    before, after = _States(room.states("before", count)), _States(room.states("after", count))
+    residuals, updates, pulls = [], [], []
+    for i, t in enumerate(span):
+        decayed, residual, update, state = step.forward(t, state, before.place(i), after.place(i))
+        before.add(decayed)
         residuals.append(residual)
         updates.append(update)
-        after.append(state)
-    totals, pulls, rests = [], [], []
-    for t in reversed(span):
-        total, pull, rest, dstate = step.backward(t, do, dstate)
-        totals.append(total)
+        after.add(state)
+    totals, rests = _States(room.states("totals", count)), _States(room.states("rests", count))
+    for i, t in zip(reversed(range(count)), reversed(span)):
+        total, pull, rest, dstate = step.backward(t, do, dstate, totals.place(i), rests.place(i))
+        totals.add(total)
         pulls.append(pull)
-        rests.append(rest)
-    for backwards in (totals, pulls, rests):
-        backwards.reverse()
+        rests.add(rest)
+    pulls.reverse()
     do = do[:, :, span.start : span.stop]
     pull = torch.stack(pulls, 2)
     leaving = step.beta[:, :, span.start : span.stop] * pull
-    dq = step.scale * step.contract("dq", do, _stacked(after).mT)
-    dk = step.contract("dk_update", torch.stack(updates, 2), _stacked(totals).mT)
-    before = _stacked(before)
-    dk = dk - step.contract("dk_pull", leaving, before.mT)
-    dg = step.dot("dg", _stacked(rests), before)
+    spare = room.states("products", count)
+    turned = None if spare is None else spare.mT
+    dq = step.scale * step.contract("dq", do, after.stacked().mT, turned)
+    dk = step.contract("dk_update", torch.stack(updates, 2), totals.stacked(reverse=True).mT, turned)
+    before = before.stacked()
+    dk = dk - step.contract("dk_pull", leaving, before.mT, turned)
+    dg = step.dot("dg", rests.stacked(reverse=True), before, spare)
     partial = step.stages.partial_grad
     return {
         "dq": step.round("dq.partial", dq, partial),
@@ -215,8 +268,23 @@ def _segment_backward(
     }, dstate
 
 
-def _stacked(states: list[Tensor]) -> Tensor:
-    """States of consecutive tokens `[M, R, n, K, V]`; the list is emptied, states being what fills memory."""
-    stacked = torch.stack(states, 2)
-    states.clear()
-    return stacked
+class _States:
+    """States of consecutive tokens, each made at its place among `places` `[M, R, n, K, V]`, if there are any."""
+
+    def __init__(self, places: Tensor | None):
+        self.places, self.made = places, []
+
+    def place(self, i: int) -> Tensor | None:
+        return None if self.places is None else self.places[:, :, i]
+
+    def add(self, state: Tensor) -> None:
+        if self.places is None:
+            self.made.append(state)
+
+    def stacked(self, reverse: bool = False) -> Tensor:
+        """`[M, R, n, K, V]`; of what was not made in place the list is emptied, states being what fills memory."""
+        if self.places is not None:
+            return self.places
+        stacked = torch.stack(self.made[::-1] if reverse else self.made, 2)
+        self.made.clear()
+        return stacked

@@ -177,7 +177,7 @@ def _oracle(target: Path | None, console: Console) -> int:
     measured = list(costs(COST_SECONDS))
     console.print(tables.verdict_costs(measured))
     if target:
-        rows = [{**asdict(cost), "ratio": cost.ratio} for cost in measured]
+        rows = [{**asdict(cost), "ratio": cost.ratio, "full_ratio": cost.full_ratio} for cost in measured]
         document = {"schema": 1, "kind": "oracle_cost", "env": results.environment("cpu"), "rows": rows}
         results.write_atomically(target, json.dumps(document, indent=1))
     return FINDING if any(cost.ratio > cost.target for cost in measured) else OK

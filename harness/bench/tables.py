@@ -79,11 +79,12 @@ def comparison(changes: Iterable[Change]) -> Table:
 
 
 def verdict_costs(costs: Iterable[Cost]) -> Table:
-    columns = ("K = V", "forward + backward ms", "verdict ms", "ratio", "at most", "class")
+    columns = ("K = V", "forward + backward ms", "verdict ms", "ratio", "at most", "by all replicas", "class")
     table = _table("one verdict against one float64 forward + backward", ("route",), columns)
     for cost in costs:
         ratio, style = f"{cost.ratio:.2f}", "red" if cost.ratio > cost.target else None
-        figures = (_spread(cost.reference), _spread(cost.verdict), ratio, f"{cost.target:g}", cost.klass)
+        full = f"{cost.full_ratio:.2f}"
+        figures = (_spread(cost.reference), _spread(cost.verdict), ratio, f"{cost.target:g}", full, cost.klass)
         table.add_row(cost.route, str(cost.width), *figures, style=style)
     return table
 

@@ -225,10 +225,11 @@ def test_the_cost_of_a_verdict():
 
 @pytest.mark.parametrize("verdict, status", [(7.0, 0), (9.0, 1)], ids=["within", "beyond"])
 def test_oracle_exits_by_the_target_and_writes_the_ratios(verdict, status, tmp_path, monkeypatch, capsys):
-    cost = oracle_cost.Cost("chunk-unbounded", 32, summary(1.0), summary(verdict), 8.0, "OK")
+    cost = oracle_cost.Cost("chunk-unbounded", 32, summary(1.0), summary(verdict), summary(11.0), 8.0, "OK")
     monkeypatch.setattr(command, "costs", lambda seconds: [cost])
     assert main(["bench", "--oracle", "--json", str(tmp_path / "cost.json")]) == status
-    assert f"{verdict:.2f}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"{verdict:.2f}" in shown and "11.00" in shown
     assert json.loads((tmp_path / "cost.json").read_text())["rows"][0]["ratio"] == verdict
 
 

@@ -55,5 +55,10 @@ def test_a_problem_that_does_not_fit_is_not_covered(device):
         call(route, materialise(PLAIN, device))
 
 
+def test_the_precision_of_fp32_products_does_not_survive_in_bf16():
+    problem = Problem(entry="chunk", K=5, V=100, dtype="fp32", precision="tf32")
+    assert (fit("fused-unbounded", problem).dtype, fit("fused-unbounded", problem).precision) == ("bf16", "ieee")
+
+
 def test_routes_that_take_everything_get_the_problem_itself():
     assert fit("recurrent", PLAIN) is PLAIN

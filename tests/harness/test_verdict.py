@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from harness import verdict as verdict_module
+from harness.part import Call
 from harness.verdict import declared_format, judge, worst
 from kda.precision import PrecisionSpec
+from oracle.envelope import LIMITS
 from oracle.operator import Options, evaluate, evaluate_gate
 
 STORED = dict(o="io", dq="io", dk="io", dv="io", dbeta="beta", dg="g")
@@ -278,6 +280,45 @@ class TestBudgets:
         x = problem(H=6, HV=6)
         found = classes(x, perfect(x))["o"]
         assert found.census.elements == 20 * 6 * 8 and not found.message
+
+
+class TestFirstLook:
+    """Large problems are first looked at with some of the replicas."""
+
+    def runs(self, monkeypatch, x, y, large=1, **given):
+        """(classes, replicas of every run of the oracle with any)."""
+        monkeypatch.setattr(verdict_module, "FIRST_LOOK", {"cpu": large})
+        counts, run = [], Call.evaluator
+
+        def counting(call, inputs):
+            evaluate = run(call, inputs)
+            return lambda rounding, *rest: (counts.append(rounding.replicas), evaluate(rounding, *rest))[1]
+
+        monkeypatch.setattr(Call, "evaluator", counting)
+        return classes(x, y, **given), [count for count in counts if count]
+
+    @pytest.mark.parametrize("spec", [RECURRENT, CHUNK], ids=["recurrent", "chunk"])
+    def test_a_right_result_is_cleared_by_it(self, monkeypatch, spec):
+        x = problem(T=24, K=16, V=16)
+        found, counts = self.runs(monkeypatch, x, perfect(x, spec=spec), spec=spec)
+        assert {v.klass for v in found.values()} == {"OK"} and counts == [LIMITS.first]
+
+    def test_small_problems_have_none(self, monkeypatch):
+        x = problem()
+        small = verdict_module.FIRST_LOOK["cpu"]
+        assert self.runs(monkeypatch, x, perfect(x), small)[1] == [LIMITS.screen]
+
+    @pytest.mark.parametrize("spec", [RECURRENT, CHUNK], ids=["recurrent", "chunk"])
+    @pytest.mark.parametrize("fault", FAULTS)
+    def test_a_fault_has_the_verdict_of_all_replicas(self, monkeypatch, fault, spec):
+        x, (name, change) = problem(T=24, K=16, V=16), FAULTS[fault]
+        y = planted(perfect(x, spec=spec), name, change)
+        found, counts = self.runs(monkeypatch, x, y, spec=spec)
+        full = classes(x, y, spec=spec, limits=dataclasses.replace(LIMITS, first=LIMITS.screen))
+        assert {n: v.klass for n, v in found.items()} == {n: v.klass for n, v in full.items()}
+        if full[name].klass == "BUG":  # bf16 products hide the small ones
+            assert counts[:2] == [LIMITS.first, LIMITS.screen - LIMITS.first]
+            assert found[name].ratio == pytest.approx(full[name].ratio)
 
 
 class TestGate:

@@ -108,3 +108,31 @@ def test_small_blocks_have_an_envelope_too(shape):
     exact, replicas = randn(*shape, seed=1), SIGMA * randn(M, *shape, seed=2)
     assert over(SIGMA * randn(*shape, seed=3), exact, replicas) == set()
     assert "element" in over(torch.full(shape, 100 * SIGMA, dtype=torch.float64), exact, replicas)
+
+
+class TestFirstLook:
+    def test_few_replicas_have_smaller_limits_and_many_the_usual_ones(self):
+        assert [LIMITS.share(m) for m in (2, 4, 8, 40)] == pytest.approx([0.5, math.sqrt(0.5), 1, 1])
+        found = statistics(SIGMA * randn(N, T, D, seed=5), EXACT, REPLICAS[:4], "fp32", RandomGrids(M, 3).some(0, 4))
+        share = math.sqrt(0.5)
+        limits = {name: limit / share for name, (_, limit) in found.values.items()}
+        gains = dict.fromkeys(("row_gain", "column_gain", "block_gain"), LIMITS.gain)
+        rms = {"row": LIMITS.row, "column": LIMITS.row, "block": LIMITS.block}
+        assert limits == pytest.approx({"element": LIMITS.element, **rms, **gains})
+
+    @pytest.mark.parametrize("first", [2, 4])
+    def test_what_it_clears_every_replica_clears(self, first):
+        """Errors on both sides of each limit, replicas of a common size and of one of their own each."""
+        cleared = 0
+        for seed in range(200):
+            sizes = torch.exp(randn(M, 1, 1, 1, seed=seed)) if seed % 2 else 1.0
+            replicas, error = SIGMA * sizes * randn(M, N, T, D, seed=seed + 1000), SIGMA * randn(N, T, D, seed=seed)
+            factor = 2.0 ** float(randn(1, seed=seed)[0] * 2 - 1)
+            error[0, seed % T] += factor * SIGMA * EXACT[0, seed % T]
+            error[0, 3, seed % D] *= 4 * factor
+            error[1] *= factor
+            some = statistics(error, EXACT, replicas[:first], "fp32", RandomGrids(M, 3).some(0, first)).values
+            if all(value <= limit for value, limit in some.values()):
+                cleared += 1
+                assert over(error, replicas=replicas) == set()
+        assert cleared > 10 or first == 2

@@ -8,6 +8,7 @@ import torch
 from oracle.rounding import EXACT, PRECISION_BITS, RandomGrids, ToFormat, round_to
 
 ODD_REPLICAS = [m for m in range(16) if m % 4]
+SPANS = ((8, 16), (0, 1), (1, 4), (4, 5), (5, 8))
 
 
 def every_value(dtype: torch.dtype) -> torch.Tensor:
@@ -130,6 +131,50 @@ class TestRandomGrids:
             for m in ODD_REPLICAS
         ]
         assert 0.25 < sum(coherent) / len(coherent) < 0.75
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "tf32", "tf32_rn", "fp16", "bf16"])
+class TestSomeReplicas:
+    X = torch.randn(16, 3, 50, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+    def test_are_the_same_functions_whichever_are_asked_first(self, fmt):
+        whole = RandomGrids(16, 7).round("a", self.X, fmt)
+        grids = RandomGrids(16, 7)
+        for first, last in SPANS:
+            part = grids.some(first, last).round("a", self.X[first:last], fmt)
+            assert float((part / whole[first:last] - 1).abs().max()) < 2.0**-50
+
+    def test_in_place_is_the_same_number(self, fmt):
+        for first, last in SPANS:
+            x, grids = self.X[first:last].clone(), RandomGrids(16, 7).some(first, last)
+            assert grids.round_("a", x, fmt) is x
+            assert torch.equal(x, grids.round("a", self.X[first:last], fmt))
+
+    def test_sums_and_constants_are_theirs(self, fmt):
+        whole, some = RandomGrids(16, 7), RandomGrids(16, 7).some(5, 9)
+        bits = PRECISION_BITS[fmt]
+        assert torch.equal(
+            some.accumulate("a", self.X[5:9], self.X[5:9].abs(), bits),
+            whole.accumulate("a", self.X, self.X.abs(), bits)[5:9],
+        )
+        assert torch.equal(some.constant("a", 1e-3, self.X), whole.constant("a", 1e-3, self.X)[5:9])
+
+
+def test_replicas_that_are_not_there_are_refused():
+    with pytest.raises(ValueError, match=r"replicas are 3\.\.9, must be some of 0\.\.8"):
+        RandomGrids(8).some(3, 9)
+
+
+def test_the_first_replicas_do_not_depend_on_how_many_a_screen_has():
+    x = spread(torch.randn(50, dtype=torch.float64), 8)
+    assert torch.equal(RandomGrids(4, 7).round("a", x[:4], "bf16"), RandomGrids(8, 7).round("a", x, "bf16")[:4])
+
+
+def test_offsets_of_large_tensors_repeat_at_no_stride():
+    x = torch.full((2, 4, 2**15), 1.2345678901234, dtype=torch.float64)
+    seeds = [s for s in range(20) if RandomGrids(2, s).round("a", x, "bf16")[1].unique().numel() > 1]
+    rounded = RandomGrids(2, seeds[0]).round("a", x, "bf16")[1]
+    assert seeds and all(not torch.equal(rounded[0], rounded[i]) for i in range(1, 4))
 
 
 def test_fp64_is_the_identity():
