@@ -59,8 +59,8 @@ MUTANTS = (
     _any(
         "fused-bwd-rows-past-end",
         "mask",
-        "rows past the end of a sequence, which repeat its last one, keep their y",
-        (_chunk("tl.where(m_t[:, None], tl.load(y + i_v + o_tv), 0.0)", "tl.load(y + i_v + o_tv)"),),
+        "rows past the end of a sequence, which repeat its last one, keep their do",
+        (_chunk("tl.where(m_t[:, None], tl.load(do + i_v + o_tv), 0.0)", "tl.load(do + i_v + o_tv)"),),
         families=("ragged",),
     ),
     _any(
