@@ -2,6 +2,7 @@
 
 from kda import chunk_bwd as _chunk_bwd
 from kda import fused as _fused
+from kda import fused_segments as _fused_segments
 from kda.backends import torch_backend as _torch_backend
 from kda.chunk import chunk_kda
 from kda.decode import kda_decode
@@ -28,4 +29,4 @@ __all__ = [
     "routes",
 ]
 
-del _chunk_bwd, _fused, _torch_backend
+del _chunk_bwd, _fused, _fused_segments, _torch_backend

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kda.chunk_fwd import BLOCK, launch
+from kda.chunk_fwd import BLOCK, anchored, launch
 from kda.contract import SAFE_BOUND, Call
 from kda.fused_prep import kda_fused_prep_kernel
 from kda.fused_scan import kda_fused_index_kernel, kda_fused_scan_kernel
@@ -31,13 +31,11 @@ class Tile:
     stages: int
 
 
-# Configurations go by K and the route alone, so that no result depends on a batch or a length, and nothing is tuned.
+# Configurations go by K and the gates' bound alone, so that no result depends on a batch or a length, and nothing is tuned.
 SCAN = {64: Tile(64, 4, 6, 3), 128: Tile(64, 4, 6, 3), 256: Tile(64, 8, 3, 2)}
 # Columns of K at a time: as many as leave three chunks, of one warp each, to a scheduler's registers.
-PREP = {
-    SAFE_GATE: {"BK": 32, "num_warps": 1},
-    UNBOUNDED: {"BK": 32, "num_warps": 1, "maxnreg": 168},  # uncapped, a fifth slower on an H200
-}
+PREP = {"BK": 32, "num_warps": 1}
+PREP_CAPPED = {"maxnreg": 168}  # of unbounded gates: uncapped, a fifth slower on an H200
 
 
 @functools.cache
@@ -76,7 +74,7 @@ class FusedPlan:
         small = call.use_qk_l2norm_in_kernel and call.use_beta_sigmoid_in_kernel
         return cls(
             route=route,
-            shift=round(BLOCK / 2 * abs(bound) * math.log2(math.e)) if route == SAFE_GATE else 0,
+            shift=round(BLOCK / 2 * abs(bound) * math.log2(math.e)) if anchored(route) else 0,
             slots=slots,
             gate=activation if call.use_gate_in_kernel else "none",
             solved="fp16" if small else "tf32",
@@ -133,7 +131,7 @@ def options(call: Call, plan: FusedPlan) -> dict[str, object]:
     """Constants of the kernels that read the inputs."""
     return {
         "GATE": plan.gate,
-        "ANCHORED": plan.route == SAFE_GATE,
+        "ANCHORED": anchored(plan.route),
         "L2NORM": call.use_qk_l2norm_in_kernel,
     }
 
@@ -148,7 +146,7 @@ def prepare(call: Call, plan: FusedPlan, factors: Tensor | None = None) -> Works
     sizes = (call.lower_bound or 0.0, call.beta_range, float(plan.shift), call.scale, T, H, HV)
     flags = {**options(call, plan), "BETA_SIGMOID": call.use_beta_sigmoid_in_kernel}
     flags |= {"SOLVED": plan.solved, "ADJOINT": factors is not None}
-    tile = {"K": K, "C": BLOCK, **PREP[plan.route]}
+    tile = {"K": K, "C": BLOCK, **PREP, **({} if anchored(plan.route) else PREP_CAPPED)}
     programs = plan.slots * HV if call.sequences else 0
     between = (*made.tensors(), factors, *made.tables)
     launch(plan, kda_fused_prep_kernel, programs, *inputs, *between, *sizes, **flags, **tile)
