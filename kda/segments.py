@@ -77,9 +77,10 @@ def identities(slots: int, HV: int, K: int, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def chain(transitions: Tensor, additions: Tensor, first: Tensor) -> Tensor:
-    """States before each piece, and after the last: `[N, J + 1, HV, K, V]` fp32, S_{j+1} = P_j S_j + Q_j.
+    """States before each piece, and after the last: `[N, J + 1, HV, K, V]`, S_{j+1} = P_j S_j + Q_j.
 
-    transitions P `[N, J, HV, K, K]`, additions Q `[N, J, HV, K, V]`, first S_0 `[N, HV, K, V]`.
+    transitions P `[N, J, HV, K, K]`, additions Q `[N, J, HV, K, V]`, first S_0 `[N, HV, K, V]`, whose dtype (fp32, or
+    float64) the result has.
     """
     N, J, HV, K, V = additions.shape
     in_order = lambda x: x.double().transpose(0, 1).reshape(J, N * HV, *x.shape[3:])  # noqa: E731
@@ -88,7 +89,7 @@ def chain(transitions: Tensor, additions: Tensor, first: Tensor) -> Tensor:
     states[0] = first.reshape(N * HV, K, V)
     for j in range(J):
         torch.baddbmm(Q[j], P[j], states[j], out=states[j + 1])
-    return states.float().view(J + 1, N, HV, K, V).transpose(0, 1)
+    return states.to(first.dtype).view(J + 1, N, HV, K, V).transpose(0, 1)
 
 
 def chain_back(transitions: Tensor, additions: Tensor, last: Tensor) -> Tensor:
