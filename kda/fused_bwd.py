@@ -40,7 +40,7 @@ def gradients(call: Call, plan: FusedPlan, do: Tensor | None, dht: Tensor | None
 
 def prepare_adjoint(call: Call, plan: FusedPlan) -> tuple[Workspace, Tensor]:
     """(every chunk as an operator, its factors as `prepare` has them)."""
-    factors = torch.empty(*call.beta.shape, 3, device=call.q.device)
+    factors = torch.empty(*call.beta.shape, 3, dtype=torch.float32, device=call.q.device)
     return prepare(call, plan, factors), factors
 
 

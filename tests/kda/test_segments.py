@@ -95,7 +95,7 @@ def test_the_record_has_the_kernels_of_both_passes(route, device):
     assert [launch.kernel for launch in launches] == [
         *(tables, "kda_fused_prep_kernel", *scans),
         *(tables, "kda_fused_prep_kernel", *scans[:2], "kda_fused_scan_bwd_kernel", scans[0]),
-        *("kda_fused_scan_bwd_kernel", tables, "kda_fused_chunk_bwd_kernel"),
+        *("kda_fused_scan_bwd_kernel", "kda_fused_chunk_bwd_kernel"),
     ]
 
 
