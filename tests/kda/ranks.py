@@ -46,9 +46,9 @@ class Share:
     launched: set[str] = field(default_factory=set)
 
 
-def share_of(task: Task, group: dist.ProcessGroup, rank: int) -> Share:
+def share_of(task: Task, group: dist.ProcessGroup | None, rank: int, device: str = "cpu") -> Share:
     """This rank's results and gradients."""
-    case = materialise(task.problem)
+    case = materialise(task.problem, device)
     offsets = case.inputs.get("cu_seqlens")
     context = kda.build_cp_context(offsets, group, None if offsets is None else task.shards)
     sequences = tuple(range(case.inputs["q"].shape[0])) if offsets is None else context.sequences
