@@ -27,8 +27,8 @@ from kda.segments import chain, chain_back, identities
 class ContextParallel:
     """The share of this rank, as `build_cp_context` makes it.
 
-    `offsets` `[n + 1]`: first row, among the rank's own, of each sequence that it holds a part of, and the end; None for
-    a batch that is not packed. `sequences`: their places in the whole batch. `comes`: the first of them began on an
+    `offsets` `[n + 1]`: first row, among the rank's own, of each sequence that it holds a part of, and the end; None
+    for a batch that is not packed. `sequences`: their places in the whole batch. `comes`: the first of them began on an
     earlier rank; `goes_on`: the last one ends on a later rank; unpacked, that is so of all.
     """
 
@@ -248,7 +248,7 @@ class _Share:
         return torch.stack(every, 1)
 
     def _maps(self, call: Call, result: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """(P `[S, HV, K, K]`, Q `[S, HV, K, V]`) of NOTE [States between ranks]; `result` of a rank where none comes."""
+        """(P `[S, HV, K, K]`, Q `[S, HV, K, V]`), see NOTE [States between ranks]; `result` where no state comes."""
         context, (B, T, _, HV, K, V) = self.context, call.shape
         S, dtype = B if context.offsets is None else 1, _state_dtype(call)
         unit = identities(S, HV, K, call.v.device).to(dtype)

@@ -120,7 +120,14 @@ def _chunks(
     results = (dq, dk, dg, dbeta, dA_log, ddt_bias)
     sizes = (call.lower_bound or 0.0, half_span(call, plan.route), call.scale, T, H, HV)
     levels = int(math.log2(BLOCK))
-    tile = {"K": K, "V": V, "C": BLOCK, "SHARED": shared, "LOWEST": levels if anchored(plan.route) else 0, "LEVELS": levels}
+    tile = {
+        "K": K,
+        "V": V,
+        "C": BLOCK,
+        "SHARED": shared,
+        "LOWEST": levels if anchored(plan.route) else 0,
+        "LEVELS": levels,
+    }
     words = {**options(call, plan), **tile, **CHUNK[K]}
     programs = plan.slots * HV if call.sequences else 0
     launch(plan, kda_fused_chunk_bwd_kernel, programs, *inputs, *between, *results, *tables, *sizes, **words)

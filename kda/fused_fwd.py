@@ -31,7 +31,8 @@ class Tile:
     stages: int
 
 
-# Configurations go by K and the gates' bound alone, so that no result depends on a batch or a length, and nothing is tuned.
+# Configurations go by K and the gates' bound alone, so that no result depends on a batch or a length, and nothing is
+# tuned.
 SCAN = {64: Tile(64, 4, 6, 3), 128: Tile(64, 4, 6, 3), 256: Tile(64, 8, 3, 2)}
 # Columns of K at a time: as many as leave three chunks, of one warp each, to a scheduler's registers.
 PREP = {"BK": 32, "num_warps": 1}
@@ -175,24 +176,28 @@ def run_scan(
     call: Call,
     plan: FusedPlan,
     made: Workspace,
-    o: Tensor,
+    o: Tensor | None,
     scale: float,
     ht: Tensor | None = None,
     states: Tensor | None = None,
     values: bool = False,
+    blank: bool = False,
 ) -> None:
-    """Fill o (`values`: with y), and what there is of the final state and the states before every chunk."""
+    """Fill what there is of o (`values`: with y), the final state, and the states before every chunk.
+
+    `blank`: nothing is written to the states, which have K columns.
+    """
     _, T, _, HV, K, V = call.shape
-    N, C, tile = call.sequences, BLOCK, SCAN[K]
+    N, C, tile, V, v = call.sequences, BLOCK, SCAN[K], K if blank else V, None if blank else call.v
     blocks = (None,) * 6
     if takes_tma(plan, call.v):
-        rows = C if values else 2 * C
-        operands = (cut(made.kq_decayed, K, rows, K), cut(made.k_rest, K, C, K), cut(made.response, C, 2 * C, C))
+        rows, read = 2 * C if o is not None and not values else C, 2 * C if o is not None or values else C
+        operands = (cut(made.kq_decayed, K, rows, K), cut(made.k_rest, K, C, K), cut(made.response, C, read, C))
         kept = None if states is None else cut(states, K, tile.BV, K)
-        blocks = (*(cut(x, HV * V, C, tile.BV) for x in (call.v, o)), *operands, kept)
-    arguments = (call.v, o, *made.tensors(), call.initial_state, ht, states, dense(call.cu_seqlens), *blocks)
+        blocks = (*(None if x is None else cut(x, HV * V, C, tile.BV) for x in (v, o)), *operands, kept)
+    arguments = (v, o, *made.tensors(), call.initial_state, ht, states, dense(call.cu_seqlens), *blocks)
     sizes = (scale, 2.0**-plan.shift, N, T, HV)
-    stages = tile.stages if blocks[0] is None else tile.tma_stages
+    stages = tile.stages if blocks[2] is None else tile.tma_stages
     shape = {"K": K, "V": V, "C": C, "BV": tile.BV, "V_FIRST": call.state_v_first, "VALUES": values}
     grid = N * HV * (V // tile.BV)
     launch(plan, kda_fused_scan_kernel, grid, *arguments, *sizes, **shape, STAGES=stages, num_warps=tile.num_warps)

@@ -1,4 +1,4 @@
-"""Authority on the segment-parallel routes: long sequences of few heads in pieces, on the kernels of the fused routes."""
+"""Authority on the segment-parallel routes: long sequences of few heads in pieces, by the kernels of the fused ones."""
 
 import functools
 from dataclasses import replace
@@ -43,19 +43,17 @@ def cut(call: Call) -> Pieces | None:
     """The pieces of a call on dense tensors; None where no sequence has two."""
     B, T, _, HV, K, V = call.shape
     tokens = segment_tokens(B * T, HV, K, V)
-    return Pieces.of(call, tokens) if T > tokens and call.sequences else None
+    return Pieces.of(call, tokens) if tokens < T and call.sequences else None
 
 
 def _maps(call: Call, plan: FusedPlan, made: Workspace, adjoint: bool) -> tuple[Tensor, Tensor]:
     """(P `[slots, HV, K, K]`, Q `[slots, HV, K, V]`) of every piece: the scan without outputs, from two states."""
-    _, T, _, HV, K, V = call.shape
-    nothing = torch.zeros(1, T, HV, K, dtype=call.v.dtype, device=call.v.device)
-    found = []
-    for v, state in ((nothing, identities(call.sequences, HV, K, call.v.device)), (call.v, None)):
-        run = replace(call, v=v, initial_state=state)
-        found.append(torch.empty(run.state_shape, dtype=torch.float32, device=v.device))
-        run_scan(run, FusedPlan.of(run, plan.route), made, torch.empty_like(v), 1.0, ht=found[-1], values=adjoint)
-    return found[0], found[1]
+    HV, K = call.shape[3:5]
+    units = identities(call.sequences, HV, K, call.q.device)
+    P, Q = torch.empty_like(units), torch.empty(call.state_shape, dtype=torch.float32, device=call.q.device)
+    run_scan(replace(call, initial_state=units), plan, made, None, 1.0, ht=P, values=adjoint, blank=True)
+    run_scan(call, plan, made, None, 1.0, ht=Q, values=adjoint)
+    return P, Q
 
 
 def _k_first(call: Call, state: Tensor | None) -> Tensor:
@@ -158,7 +156,7 @@ def refusal(call: Call, route: str) -> str | None:
 def _waste(call: Call) -> str | None:
     """Why pieces do not pay; only a forced route takes such a call."""
     (B, T, _, HV, K, V), N = call.shape, call.sequences
-    if B * T < LEAST_TOKENS * max(N, 1):
+    if B * T // max(N, 1) < LEAST_TOKENS:
         return f"pays from {LEAST_TOKENS} tokens a sequence on, unless it is forced"
     if not call.q.is_cuda:
         return f"pays on GPUs, not on {call.q.device}, unless it is forced"

@@ -9,9 +9,9 @@ from kda.contract import Call
 
 # NOTE [Chain of states]
 # Over a run of tokens the state changes by an affine map, S -> P S + Q: Q `[K, V]` is what a zero state becomes, and P
-# `[K, K]` what the unit matrix becomes where no values are written, so that the kernels that carry states make both. All
-# pieces make theirs at once, the chain S_{j+1} = P_j S_j + Q_j goes through the few that a sequence has, and then every
-# piece runs from its true state. Gradients mirror it: dS_j = P_j^T dS_{j+1} + D_j, where D_j is the gradient of the
+# `[K, K]` what the unit matrix becomes where no values are written, so that the kernels that carry states make both.
+# All pieces make theirs at once, the chain S_{j+1} = P_j S_j + Q_j goes through the few that a sequence has, and then
+# every piece runs from its true state. Gradients mirror it: dS_j = P_j^T dS_{j+1} + D_j, D_j being the gradient of the
 # piece's first state by its own outputs alone. The chain is in float64, which neither a caller's choice of tf32 nor
 # autocast reaches; what it takes and gives is fp32.
 
@@ -34,7 +34,7 @@ class Pieces:
 
     @classmethod
     def of(cls, call: Call, tokens: int) -> "Pieces":
-        (B, T), N = call.q.shape[:2], call.sequences
+        T, N = call.q.shape[1], call.sequences
         offsets, device = call.offsets(), call.q.device
         lengths, most, sequences = offsets.diff(), -(-T // tokens), torch.arange(N, device=device)
         packed = call.cu_seqlens is not None
@@ -65,7 +65,7 @@ class Pieces:
         return states[self.owner, (self.order + after).clamp(max=self.most)]
 
     def last(self, x: Tensor, missing: Tensor) -> Tensor:
-        """`[N, ...]` of x `[slots, ...]`: that of the last piece, `missing` `[N, ...]` for a sequence without tokens."""
+        """`[N, ...]` of x `[slots, ...]`: that of the last piece; `missing` `[N, ...]` where there is none."""
         at = (self.first + self.counts - 1).clamp(0, x.shape[0] - 1)
         return torch.where((self.counts > 0).view(-1, *[1] * (x.dim() - 1)), x[at], missing)
 

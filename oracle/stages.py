@@ -309,10 +309,10 @@ def chunk_core(model: ChunkModel, rounding: Rounding = EXACT) -> Core:
 
 
 # NOTE [Pieces]
-# A sequence in pieces of `segment` tokens: each runs from a zero state for Q, and without values from the unit matrix for
-# P, both in one pass of V + K columns, since columns of values and states know nothing of each other. Then S <- P S + Q
-# from piece to piece, and every piece from its true state. Gradients of states go from piece to piece by dS <- P^T dS + D,
-# D from the piece's own outputs. The chain is exact but for the fp32 of what it takes and gives.
+# A sequence in pieces of `segment` tokens: each runs from a zero state for Q, and without values from the unit matrix
+# for P, both in one pass of V + K columns, since columns of values and states know nothing of each other. Then S <- P S
+# + Q from piece to piece, and every piece from its true state. Gradients of states go from piece to piece by dS <- P^T
+# dS + D, D by the piece's own outputs. The chain is exact but for the fp32 of what it takes and gives.
 def _in_pieces(
     rows: Rows, scale: float, model: ChunkModel, rounding: Rounding, do: Tensor | None, dstate: Tensor | None
 ) -> dict[str, Tensor]:
@@ -389,7 +389,8 @@ def evaluate_chunk(
 ) -> dict[str, Tensor]:
     """`operator.evaluate` by the chunkwise algorithm: the same inputs, options, layouts and quantities.
 
-    `formats`: stage -> format, resolved (see `ChunkModel`); `chunk`: a multiple of 16, default 64; `segment`: one of it.
+    `formats`: stage -> format, resolved (see `ChunkModel`); `chunk`: a multiple of 16, default 64; `segment`: one of
+    `chunk`.
     """
     core = chunk_core(ChunkModel.of(formats or {}, chunk, diagonal, inverse, form, segment), rounding)
     return evaluate(inputs, options, gradients=gradients, rounding=rounding, formats=formats, device=device, core=core)

@@ -149,7 +149,7 @@ MUTANTS = (
         "fused-tail-unwritten",
         "stale_memory",
         "rows of no sequence are left as they were allocated",
-        (_scan("if cu_seqlens is not None and i_n == N - 1:", "if cu_seqlens is not None and i_n == N:"),),
+        (_scan("and cu_seqlens is not None and i_n == N - 1:", "and cu_seqlens is not None and i_n == N:"),),
         families=("ragged",),
     ),
     _any(

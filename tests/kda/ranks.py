@@ -23,7 +23,7 @@ SECONDS = 120  # that a test may take
 
 @dataclass(frozen=True)
 class Task:
-    """A problem on the first `ranks` ranks; `shards` are the tokens of each, of every sequence where it is not packed."""
+    """A problem on the first `ranks` ranks; `shards`: tokens of each, of every sequence where it is not packed."""
 
     problem: Problem
     route: str

@@ -160,7 +160,11 @@ WRONG = {
     "offsets_none": ({"cu_seqlens": []}, ValueError, "cu_seqlens is empty"),
     "offsets_first": ({"cu_seqlens": [1, 2]}, ValueError, r"cu_seqlens\[0\] is 1; it must be 0"),
     "offsets_decrease": ({"cu_seqlens": torch.tensor([0, 5, 4])}, ValueError, r"cu_seqlens\[2\] is 4"),
-    "shards_short": ({"cu_seqlens": [0, 9], "shards": [3, 3, 2]}, ValueError, r"cu_seqlens\[-1\] is 9; .* at most T = 8"),
+    "shards_short": (
+        {"cu_seqlens": [0, 9], "shards": [3, 3, 2]},
+        ValueError,
+        r"cu_seqlens\[-1\] is 9; .* at most T = 8",
+    ),
     "shards_count": ({"cu_seqlens": [0, 9], "shards": [9]}, ValueError, r"shards is \[9\]; .* each of 3 ranks"),
     "shards_negative": ({"cu_seqlens": [0, 9], "shards": [9, -1, 1]}, ValueError, r"shards is \[9, -1, 1\]"),
     "shards_number": ({"cu_seqlens": [0, 9], "shards": 3}, TypeError, "shards is int; it must be tokens of each rank"),
@@ -183,11 +187,11 @@ def test_contexts_know_their_share(group):
 
 
 def test_without_a_group_there_is_no_context():
-    with pytest.raises(ValueError, match="group is None; it must be a group of torch.distributed"):
+    with pytest.raises(ValueError, match=r"group is None; it must be a group of torch\.distributed"):
         kda.build_cp_context([0, 4])
 
 
 def test_compiled_calls_are_refused_by_name(group, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with pytest.raises(ValueError, match="cp_context is given under torch.compile"):
+    with pytest.raises(ValueError, match=r"cp_context is given under torch\.compile"):
         kda.chunk_kda(**local(kda.build_cp_context(), 3))

@@ -12,7 +12,7 @@ from harness import interpreter, verdict
 from harness.bits import differing_bytes
 from harness.problem import Case, materialise
 from harness.subject import own_subject
-from kda import fused, fused_segments, registry
+from kda import fused, fused_fwd, fused_segments, registry
 from kda.contract import Call
 from kda.segments import Pieces, chain, chain_back
 from tests.kda.test_chunk_fused import BOUNDED, INTERPRETED, PLAIN, RAW, SOFTPLUS, TOKENS, differing, outputs
@@ -114,9 +114,20 @@ def test_nan_stays_in_its_sequence(route, device):
 
 
 @BOTH
+def test_descriptors_read_what_pointers_read(route, device, monkeypatch):
+    case = case_of(route, device, packed=True, lengths=(33, 0, 18), tail=2)
+    monkeypatch.setattr(fused_fwd, "arch", lambda device: 90)
+    by_descriptors = everything(case, route)
+    monkeypatch.setattr(fused_fwd, "arch", lambda device: 80)
+    assert differing(by_descriptors, everything(case, route)) == {}
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter's sanitizer")
-def test_clean_under_sanitizer_in_any_program_order(route, device):
-    case = case_of(route, device, packed=True, lengths=(17, 0, 5), tail=3, group=2)
+@pytest.mark.parametrize("arch", [80, 90], ids=["pointers", "descriptors"])
+def test_clean_under_sanitizer_in_any_program_order(arch, device, monkeypatch):
+    route = fused_segments.UNBOUNDED
+    case = case_of(route, device, packed=True, lengths=(17, 0, 5), tail=3)
+    monkeypatch.setattr(fused_fwd, "arch", lambda device: arch)
     expected = everything(case, route)
     with interpreter.sanitize():
         assert differing(expected, everything(case, route)) == {}
@@ -152,9 +163,7 @@ def call_of(lengths: tuple[int, ...], packed: bool) -> Call:
 def test_pieces_are_whole_sequences_cut_every_16_tokens(lengths, packed):
     pieces = Pieces.of(call_of(lengths, packed), 16)
     begins = [0, *itertools.accumulate(lengths)]
-    expected = [
-        [(a + i, min(a + i + 16, b)) for i in range(0, b - a, 16)] for a, b in itertools.pairwise(begins)
-    ]
+    expected = [[(a + i, min(a + i + 16, b)) for i in range(0, b - a, 16)] for a, b in itertools.pairwise(begins)]
     spans = torch.stack([pieces.offsets[:-1], pieces.offsets[1:]], -1)
     found = pieces.by_sequence(spans, -1).tolist()
     assert [[tuple(x) for x in row if x[0] >= 0] for row in found] == expected
@@ -198,23 +207,25 @@ def gpu_call(tokens: int, heads: int, V: int = 128, sequences: int = 1) -> Call:
 
 
 LEAST = fused_segments.LEAST_TOKENS
+SHORT = f"pays from {LEAST} tokens a sequence on, unless it is forced"
+MANY = "pays where 33 programs scan whole sequences, not {}, unless it is forced"
 PAYS = {
-    "long-few_heads": (gpu_call, (LEAST, 8), None),
-    "short": (gpu_call, (LEAST - 1, 8), f"pays from {LEAST} tokens a sequence on, unless it is forced"),
-    "many_short": (gpu_call, (LEAST, 8, 128, 2), f"pays from {LEAST} tokens a sequence on, unless it is forced"),
-    "two_sequences": (gpu_call, (2 * LEAST, 8, 128, 2), None),
-    "many_heads": (gpu_call, (LEAST, 17), "pays where 33 programs scan whole sequences, not 34, unless it is forced"),
-    "many_sequences": (gpu_call, (9 * LEAST, 2, 128, 9), "pays where 33 programs scan whole sequences, not 36, unless it is forced"),
+    "long-few_heads": ((LEAST, 8), None),
+    "short": ((LEAST - 1, 8), SHORT),
+    "many_short": ((LEAST, 8, 128, 2), SHORT),
+    "two_sequences": ((2 * LEAST, 8, 128, 2), None),
+    "many_heads": ((LEAST, 17), MANY.format(34)),
+    "many_sequences": ((9 * LEAST, 2, 128, 9), MANY.format(36)),
 }
 
 
-@pytest.mark.parametrize("make, arguments, reason", PAYS.values(), ids=PAYS)
-def test_a_route_is_chosen_where_it_pays(make, arguments, reason, monkeypatch):
+@pytest.mark.parametrize("arguments, reason", PAYS.values(), ids=PAYS)
+def test_a_route_is_chosen_where_it_pays(arguments, reason, monkeypatch):
     monkeypatch.setattr(registry, "INTERPRETED", False)
     monkeypatch.setattr("kda.fused_fwd.arch", lambda device: 90)
     monkeypatch.setattr(fused_segments, "multiprocessors", lambda device: 132)
     with FakeTensorMode():
-        call = make(*arguments)
+        call = gpu_call(*arguments)
         chosen = registry.choose(call)
         assert registry.route_named(fused_segments.SAFE_GATE).verify(call) == reason
         assert chosen.route == (fused_segments.SAFE_GATE if reason is None else fused.SAFE_GATE)
