@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kda import chunk_bwd, contents, contract, registry
+from kda import chunk_bwd, contents, contract, fused_segments, registry
 from kda.contract import Call, refuse
 from kda.gate import dense
 from kda.once import once_differentiable
@@ -208,7 +208,7 @@ class _Share:
         found = None if context.goes_on else self._gradients(inner, do, dht)
         own = torch.zeros_like(transitions[:, 0, ..., :1]).repeat(1, 1, 1, dht.shape[-1])
         if context.comes:
-            own = (found or self._gradients(*self._piece(inner, 0, do, dht)))["initial_state"][self._coming]
+            own = found["initial_state"][self._coming] if found else self._state_gradient(inner, do, dht)
         own = self._gathered(own)
         if found is None:
             dht = dht.clone()
@@ -239,6 +239,13 @@ class _Share:
     def _gradients(self, call: Call, do: Tensor, dht: Tensor) -> dict[str, Tensor | None]:
         return registry.route_named(self.route).gradients(call, do, dht)
 
+    def _state_gradient(self, call: Call, do: Tensor, dht: Tensor) -> Tensor:
+        """That of the states that come, by the rank's own results."""
+        piece = self._piece(call, 0, do, dht)
+        if self.route in fused_segments.KERNELS:
+            return fused_segments.state_gradient(*piece, self.route)
+        return self._gradients(*piece)["initial_state"]
+
     def _gathered(self, x: Tensor) -> Tensor:
         """`[S, ranks, ...]` of x `[S, ...]` on every rank."""
         if self.context.ranks == 1:
@@ -254,6 +261,8 @@ class _Share:
         unit = identities(S, HV, K, call.v.device).to(dtype)
         nothing = unit.new_zeros(S, HV, K, V)
         if context.passes:
+            if self.route in fused_segments.KERNELS:
+                return fused_segments.maps(call, self.route)
             bare = replace(call, v=call.v.new_zeros(B, T, HV, K), initial_state=unit.float())
             return self._run(bare)[1], self._run(replace(call, initial_state=None))[1]
         if context.goes_on:

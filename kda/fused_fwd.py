@@ -2,7 +2,7 @@
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -14,6 +14,7 @@ from kda.contract import SAFE_BOUND, Call
 from kda.fused_prep import kda_fused_prep_kernel
 from kda.fused_scan import kda_fused_index_kernel, kda_fused_scan_kernel
 from kda.gate import dense
+from kda.segments import identities
 
 SAFE_GATE, UNBOUNDED = "fused-safe_gate", "fused-unbounded"
 WIDTHS = (64, 128, 256)
@@ -201,3 +202,15 @@ def run_scan(
     shape = {"K": K, "V": V, "C": C, "BV": tile.BV, "V_FIRST": call.state_v_first, "VALUES": values}
     grid = N * HV * (V // tile.BV)
     launch(plan, kda_fused_scan_kernel, grid, *arguments, *sizes, **shape, STAGES=stages, num_warps=tile.num_warps)
+
+
+def maps(call: Call, plan: FusedPlan, made: Workspace, adjoint: bool = False) -> tuple[Tensor, Tensor]:
+    """(P `[N, HV, K, K]`, Q `[N, HV, K, V]`) of NOTE [Chain of states], of every sequence of a K-first call without an
+    initial state: two scans without outputs. `adjoint`: from chunks that are prepared for the backward pass.
+    """
+    HV, K = call.shape[3:5]
+    units = identities(call.sequences, HV, K, call.q.device)
+    P, Q = torch.empty_like(units), torch.empty(call.state_shape, dtype=torch.float32, device=call.q.device)
+    run_scan(replace(call, initial_state=units), plan, made, None, 1.0, ht=P, values=adjoint, blank=True)
+    run_scan(replace(call, initial_state=None), plan, made, None, 1.0, ht=Q, values=adjoint)
+    return P, Q

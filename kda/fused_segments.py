@@ -1,22 +1,23 @@
 """Authority on the segment-parallel routes: long sequences of few heads in pieces, by the kernels of the fused ones."""
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
 
-from kda import chunk_bwd, fused, fused_bwd, registry
+from kda import chunk_bwd, fused, fused_bwd, fused_fwd, registry
 from kda.chunk_fwd import BLOCK, anchored
 from kda.contract import DIFFERENTIABLE, Call
-from kda.fused_fwd import SCAN, FusedPlan, Workspace, prepare, run_scan, scan
+from kda.fused_fwd import SCAN, FusedPlan, Workspace, prepare, scan
 from kda.gate import dense
 from kda.once import once_differentiable
 from kda.precision import PrecisionSpec
 from kda.segments import Pieces, chain, chain_back, identities
 
 SAFE_GATE, UNBOUNDED = "segment_parallel-safe_gate", "segment_parallel-unbounded"
+KERNELS = (*fused.PRECISION, SAFE_GATE, UNBOUNDED)  # routes whose kernels `maps` and `state_gradient` run
 PROGRAMS = 256  # of a scan over all pieces of a call, about: two for a multiprocessor
 # Where it pays, by an estimate that is to be measured: three scans over pieces instead of one over whole sequences gain
 # where that one leaves most multiprocessors idle, and for longer than the chain takes.
@@ -46,14 +47,40 @@ def cut(call: Call) -> Pieces | None:
     return Pieces.of(call, tokens) if tokens < T and call.sequences else None
 
 
-def _maps(call: Call, plan: FusedPlan, made: Workspace, adjoint: bool) -> tuple[Tensor, Tensor]:
-    """(P `[slots, HV, K, K]`, Q `[slots, HV, K, V]`) of every piece: the scan without outputs, from two states."""
-    HV, K = call.shape[3:5]
-    units = identities(call.sequences, HV, K, call.q.device)
-    P, Q = torch.empty_like(units), torch.empty(call.state_shape, dtype=torch.float32, device=call.q.device)
-    run_scan(replace(call, initial_state=units), plan, made, None, 1.0, ht=P, values=adjoint, blank=True)
-    run_scan(call, plan, made, None, 1.0, ht=Q, values=adjoint)
-    return P, Q
+@dataclass(frozen=True)
+class _Prepared:
+    """A call on dense tensors whose chunks are prepared, in pieces: `packed` has them as its sequences."""
+
+    call: Call
+    pieces: Pieces
+    packed: Call
+    plan: FusedPlan
+    made: Workspace
+    factors: Tensor | None  # for gradients
+
+    @classmethod
+    def of(cls, call: Call, pieces: Pieces, route: str, adjoint: bool = False) -> "_Prepared":
+        packed = pieces.packed(call)
+        plan = FusedPlan.of(packed, route)
+        made = fused_bwd.prepare_adjoint(packed, plan) if adjoint else (prepare(packed, plan), None)
+        return cls(call, pieces, packed, plan, *made)
+
+    def maps(self) -> tuple[Tensor, Tensor]:
+        """(P `[N, most, HV, K, K]`, Q `[N, most, HV, K, V]`); where a sequence has no further piece, P is 1 and Q 0."""
+        P, Q = fused_fwd.maps(self.packed, self.plan, self.made, adjoint=self.factors is not None)
+        unit = torch.eye(P.shape[-1], dtype=P.dtype, device=P.device)
+        return self.pieces.by_sequence(P, unit), self.pieces.by_sequence(Q, 0.0)
+
+    def from_states(self, states: Tensor) -> "_Prepared":
+        """With a state before each piece, of `[N, most + 1, HV, K, V]`."""
+        return replace(self, packed=replace(self.packed, initial_state=dense(self.pieces.by_slot(states))))
+
+    def arriving(self, P: Tensor, do: Tensor, dht: Tensor) -> Tensor:
+        """The gradients of the states before and behind each piece, `[N, most + 1, HV, K, V]`."""
+        unread = torch.empty(self.packed.state_shape, dtype=torch.float32, device=do.device)
+        bare = replace(self.packed, initial_state=unread)
+        _, own = fused_bwd.reverse_scan(bare, self.plan, self.made, do, None)
+        return chain_back(P, self.pieces.by_sequence(own, 0.0), dht)
 
 
 def _k_first(call: Call, state: Tensor | None) -> Tensor:
@@ -68,33 +95,17 @@ def _of_caller(call: Call, state: Tensor) -> Tensor:
     return dense(state.mT) if call.state_v_first else state
 
 
-def _states(call: Call, pieces: Pieces, maps: tuple[Tensor, Tensor]) -> Tensor:
-    """The state before each piece, `[slots, HV, K, V]`."""
-    P, Q = maps
-    between = chain(*_by_sequence(pieces, P, Q), _k_first(call, call.initial_state))
-    return dense(pieces.by_slot(between))
-
-
-def _by_sequence(pieces: Pieces, P: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
-    """Both by sequence; where a sequence has no further piece, what leaves a state as it is."""
-    unit = torch.eye(P.shape[-1], dtype=P.dtype, device=P.device)
-    return pieces.by_sequence(P, unit), pieces.by_sequence(Q, Q.new_zeros(()))
-
-
 def forward(call: Call, route: str) -> tuple[Tensor, Tensor | None]:
     """(o, final state if asked for) of a call on dense tensors."""
     pieces = cut(call)
     if pieces is None:
         plan = FusedPlan.of(call, route)
         return scan(call, plan, prepare(call, plan))
-    packed = pieces.packed(call)
-    plan = FusedPlan.of(packed, route)
-    made = prepare(packed, plan)
-    packed = replace(packed, initial_state=_states(call, pieces, _maps(packed, plan, made, adjoint=False)))
-    o, ht = scan(packed, plan, made)
-    if ht is not None:
-        ht = _of_caller(call, pieces.last(ht, _k_first(call, call.initial_state)))
-    return o.view(call.v.shape), ht
+    first = _k_first(call, call.initial_state)
+    cut_up = _Prepared.of(call, pieces, route)
+    cut_up = cut_up.from_states(chain(*cut_up.maps(), first))
+    o, ht = scan(cut_up.packed, cut_up.plan, cut_up.made)
+    return o.view(call.v.shape), None if ht is None else _of_caller(call, pieces.last(ht))
 
 
 def gradients(call: Call, do: Tensor | None, dht: Tensor | None, route: str) -> dict[str, Tensor | None]:
@@ -103,26 +114,44 @@ def gradients(call: Call, do: Tensor | None, dht: Tensor | None, route: str) -> 
     pieces = cut(call)
     if pieces is None:
         return fused_bwd.gradients(call, FusedPlan.of(call, route), do, dht)
-    packed = pieces.packed(call)
-    plan = FusedPlan.of(packed, route)
-    made, factors = fused_bwd.prepare_adjoint(packed, plan)
-    maps = _maps(packed, plan, made, adjoint=True)
-    packed = replace(packed, initial_state=_states(call, pieces, maps))
-    do = torch.zeros_like(packed.v) if do is None else dense(do).view(packed.v.shape)
-    arriving = _arriving(call, pieces, maps[0], fused_bwd.reverse_scan(packed, plan, made, do, None)[1], dht)
-    found = fused_bwd.gradients_from(packed, plan, made, factors, do, dense(pieces.by_slot(arriving, after=True)))
+    cut_up = _Prepared.of(call, pieces, route, adjoint=True)
+    P, Q = cut_up.maps()
+    cut_up = cut_up.from_states(chain(P, Q, _k_first(call, call.initial_state)))
+    do = torch.zeros_like(cut_up.packed.v) if do is None else dense(do).view(cut_up.packed.v.shape)
+    arriving = cut_up.arriving(P, do, _k_first(call, dht))
+    behind = dense(pieces.by_slot(arriving, after=True))
+    found = fused_bwd.gradients_from(cut_up.packed, cut_up.plan, cut_up.made, cut_up.factors, do, behind)
     dh0 = found.pop("initial_state")
     if call.initial_state is not None:
-        empty = (pieces.counts == 0).view(-1, 1, 1, 1)
-        dh0 = torch.where(empty, arriving[:, 0], dh0[pieces.first.clamp(max=len(dh0) - 1)])
-        found["initial_state"] = _of_caller(call, dh0)
+        found["initial_state"] = _of_caller(call, dh0[pieces.first])
     shaped = {name: found[name].view(getattr(call, name).shape) for name in ("q", "k", "v", "g", "beta")}
     return {"initial_state": None, **found, **shaped}
 
 
-def _arriving(call: Call, pieces: Pieces, P: Tensor, own: Tensor, dht: Tensor | None) -> Tensor:
-    """The gradients that arrive before and behind each piece, `[N, most + 1, HV, K, V]`."""
-    return chain_back(*_by_sequence(pieces, P, own), _k_first(call, dht))
+def maps(call: Call, route: str) -> tuple[Tensor, Tensor]:
+    """(P `[N, HV, K, K]`, Q `[N, HV, K, V]`) of NOTE [Chain of states] of a validated K-first call: no output is made.
+
+    `route` is one of KERNELS.
+    """
+    call = replace(call, **{name: dense(getattr(call, name)) for name in DIFFERENTIABLE})
+    pieces, N, HV, K = cut(call), call.sequences, *call.shape[3:5]
+    if pieces is None:
+        plan = FusedPlan.of(call, route)
+        return fused_fwd.maps(call, plan, prepare(call, plan))
+    P, Q = _Prepared.of(call, pieces, route).maps()
+    units = identities(N, HV, K, call.q.device)
+    return chain(P, torch.zeros_like(P), units)[:, -1], chain(P, Q, _k_first(call, None))[:, -1]
+
+
+def state_gradient(call: Call, do: Tensor, dht: Tensor, route: str) -> Tensor:
+    """The gradient of the initial state, which is there, of a validated K-first call; as `maps`."""
+    call = replace(call, **{name: dense(getattr(call, name)) for name in DIFFERENTIABLE})
+    pieces, do = cut(call), dense(do)
+    if pieces is None:
+        plan = FusedPlan.of(call, route)
+        return fused_bwd.reverse_scan(call, plan, fused_bwd.prepare_adjoint(call, plan)[0], do, dense(dht))[1]
+    cut_up = _Prepared.of(call, pieces, route, adjoint=True)
+    return cut_up.arriving(cut_up.maps()[0], do.view(cut_up.packed.v.shape), _k_first(call, dht))[:, 0]
 
 
 class _SegmentsFunction(torch.autograd.Function):

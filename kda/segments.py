@@ -21,8 +21,9 @@ class Pieces:
     """Every sequence of a call in pieces of `tokens` tokens, the last one shorter; made on the device, without a wait.
 
     Pieces are the sequences of a packed batch: `offsets` `[slots + 1]` as in `cu_seqlens`; those of sequence n come one
-    after the other from slot `first[n]` on, and slots that no piece fills are empty sequences. `counts` `[N]`: pieces
-    of each sequence; `most`: a bound of them; `owner`, `order` `[slots]`: the sequence of a slot, and its place there.
+    after the other from slot `first[n]` on, which there is for one without tokens too; slots that no piece fills are
+    empty sequences. `counts` `[N]`: pieces of each sequence; `most`: a bound of them; `owner`, `order` `[slots]`: the
+    sequence of a slot, and its place there.
     """
 
     offsets: Tensor
@@ -64,10 +65,9 @@ class Pieces:
         """`[slots, ...]` of states `[N, most + 1, ...]` as `chain` returns them: before, or after, each piece."""
         return states[self.owner, (self.order + after).clamp(max=self.most)]
 
-    def last(self, x: Tensor, missing: Tensor) -> Tensor:
-        """`[N, ...]` of x `[slots, ...]`: that of the last piece; `missing` `[N, ...]` where there is none."""
-        at = (self.first + self.counts - 1).clamp(0, x.shape[0] - 1)
-        return torch.where((self.counts > 0).view(-1, *[1] * (x.dim() - 1)), x[at], missing)
+    def last(self, x: Tensor) -> Tensor:
+        """`[N, ...]` of x `[slots, ...]`: that of the last piece, or of the empty one of a sequence without tokens."""
+        return x[self.first + (self.counts - 1).clamp(min=0)]
 
 
 def identities(slots: int, HV: int, K: int, device: torch.device) -> Tensor:

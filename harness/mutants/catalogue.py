@@ -7,6 +7,7 @@ from harness.mutants import (
     gate_faults,
     host_faults,
     recurrent_faults,
+    segment_faults,
     state_faults,
 )
 from harness.mutants.mutant import Mutant
@@ -19,4 +20,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *fused_faults.MUTANTS,
     *host_faults.MUTANTS,
     *decode_faults.MUTANTS,
+    *segment_faults.MUTANTS,
 )

@@ -135,6 +135,7 @@ def joined(case: Case, shares: Sequence[Share]) -> dict[str, torch.Tensor]:
                 kept = range(len(share.sequences))
                 if elsewhere:
                     kept = range(0) if not share.packed else kept[:-1] if name == "ht" else kept[1:]
+                assert part[[i for i in range(len(part)) if i not in kept]].count_nonzero() == 0 or name == "ht"
                 out[name][[share.sequences[i] for i in kept]] = part[list(kept)]
         elif name in ("dA_log", "ddt_bias"):
             assert all(torch.equal(part, parts[0]) for part in parts), f"{name} differs among the ranks"

@@ -27,6 +27,7 @@ TORCH = {
     "dense-4-no_tokens_first_and_last": ({"lengths": (7,)}, (0, 3, 4, 0)),
     "packed-2-straddling": (PACKED, (12, 26)),
     "packed-3-a_sequence_over_all": ({**PACKED, "lengths": (3, 30, 4), **TRAINED}, (10, 12, 15)),
+    "packed-3-one_ends_where_another_begins": ({**PACKED, "lengths": (13, 20)}, (10, 10, 13)),
     "packed-4-cut_between_sequences": ({**PACKED, "lengths": (8, 0, 4, 12)}, (8, 4, 0, 12)),
     "packed-4-tail-v_first": ({**PACKED, "tail": 7, "v_first": True}, (20, 3, 17, 5)),
     "packed-4-an_empty_shard_inside": ({**PACKED, "lengths": (2, 20)}, (9, 0, 3, 10)),
@@ -37,7 +38,7 @@ TORCH = {
 }
 KERNELS = {
     "fused-safe_gate": ({**PACKED, **RAW, **BOUNDED, "lengths": (20, 37)}, (25, 3, 29)),
-    "segment_parallel-unbounded": ({"lengths": (52,)}, (33, 19)),
+    "segment_parallel-unbounded": ({"lengths": (71,)}, (20, 33, 18)),
 }
 
 

@@ -168,8 +168,8 @@ def test_pieces_are_whole_sequences_cut_every_16_tokens(lengths, packed):
     found = pieces.by_sequence(spans, -1).tolist()
     assert [[tuple(x) for x in row if x[0] >= 0] for row in found] == expected
     assert sum(int(b > a) for a, b in spans.tolist()) == sum(map(len, expected)), "other slots are empty"
-    last = pieces.last(spans[:, 1], torch.full((len(lengths),), -1)).tolist()
-    assert last == [row[-1][1] if row else -1 for row in expected]
+    last = pieces.last(spans).tolist()
+    assert last == [list(row[-1]) if row else [a, a] for a, row in zip(begins, expected)]
 
 
 @pytest.fixture
