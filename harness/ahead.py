@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from kda import decode, fused, fused_fwd
+from kda import decode, fused, fused_fwd, fused_segments
 from kda.chunk_bwd import chunk_kda_staged
 from kda.contract import Call, DecodeCall
 from kda.fused_recurrent import run as recurrent_run
@@ -84,6 +84,9 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "fused-unbounded-bf16": lambda: _both_ways(
         lambda call: fused.chunk_kda_fused(call, "fused-unbounded"), _call(torch.bfloat16)
+    ),
+    "segment_parallel-unbounded-bf16": lambda: _both_ways(
+        lambda call: fused_segments.run(call, fused_segments.UNBOUNDED), _call(torch.bfloat16)
     ),
     "decode-bf16": lambda: decode.run(_decode_call(torch.bfloat16, torch.float32)),
     "decode-pool-bf16": lambda: decode.run(_decode_call(torch.bfloat16, torch.bfloat16)),
@@ -181,8 +184,10 @@ def in_flight(compiled) -> bool:
 
 
 def measured_on(case: str) -> tuple[str, ...]:
-    """The targets of a case: fp32 is compiled once, and the fused verifier refuses machines that are not NVIDIA's."""
-    if case.endswith("fp32"):
+    """The targets of a case: fp32, and what differs little from another case, are compiled once, and the fused verifier
+    refuses machines that are not NVIDIA's.
+    """
+    if case.endswith("fp32") or case.startswith("segment_parallel"):
         return ("sm_90",)
     return tuple(target for target in TARGETS if target.startswith("sm_") or not case.startswith("fused"))
 

@@ -37,7 +37,7 @@ class Route:
     calls. `stages`, where a subject exposes them, returns a call's intermediates by the names of `oracle.trace`.
     `invariant`: it is declared that no bit depends on batch, packing, other heads or later tokens. `nearest`: the
     problem that it takes, or nearly takes, in the place of one that it does not. `limits`: what it does not take or
-    have, in words.
+    have, in words. `segment`: tokens of the pieces in which it computes a problem, if it does.
     """
 
     id: str
@@ -52,6 +52,7 @@ class Route:
     stages: Callable[[Case], dict[str, Tensor]] | None = None
     nearest: Callable[[Problem], Problem] = lambda problem: problem
     limits: tuple[str, ...] = ()
+    segment: Callable[[Problem], int] | None = None
 
     @property
     def lacking(self) -> tuple[str, ...]:
@@ -61,7 +62,8 @@ class Route:
 
     def judged_by(self, problem: Problem) -> PrecisionSpec:
         """The rounding points that are declared for this problem."""
-        return self.spec.of_call(problem.chunk_size, problem.precision)
+        segment = None if self.segment is None else self.segment(problem)
+        return self.spec.of_call(problem.chunk_size, problem.precision, segment)
 
     def quantities(self, problem: Problem) -> frozenset[str]:
         wanted = problem.quantities()

@@ -33,6 +33,8 @@ FITS: dict[str, tuple[Callable[[Problem], Problem | None], ...]] = {
     "chunk-unbounded": (for_any_gates,),
     "fused-safe_gate": (for_fused, for_bounded_gates),
     "fused-unbounded": (for_fused, for_any_gates),
+    "segment_parallel-safe_gate": (for_fused, for_bounded_gates),
+    "segment_parallel-unbounded": (for_fused, for_any_gates),
 }
 
 

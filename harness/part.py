@@ -63,7 +63,7 @@ class Call:
             spec = self.spec
             formats = {stage: resolved(fmt, inputs, spec.precision) for stage, fmt in spec.stages.items()}
             if algorithm == "chunk":
-                form = {name: getattr(spec, name) for name in ("chunk", "diagonal", "inverse", "form")}
+                form = {name: getattr(spec, name) for name in ("chunk", "diagonal", "inverse", "form", "segment")}
                 return evaluate_chunk(inputs, self.options, **given, formats=formats, **form)
             if algorithm == "plain":
                 formats["update"] = formats.get("operand", "fp32")

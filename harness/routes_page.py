@@ -16,6 +16,7 @@ from kda import contract, registry
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "routes.md"
 WORKS = "works"
 NOT_AN_ENTRY = "does not have this entry"
+FORCED = "when forced"
 ENTRIES: Mapping[str, Callable] = {
     "chunk": kda.chunk_kda,
     "recurrent": kda.fused_recurrent_kda,
@@ -27,8 +28,9 @@ HEADER = """# Which route takes which option
 Written by `python -m harness.routes_page`; a test keeps it current, runs every call that works on a CPU, and sees the
 others refused. Each row is one change to a call that all routes of its entry take: bf16, K = V = 64, dense, gates
 promised to be in [-5, 0], states in fp32. A cell is the answer of the route's verifier; the first route from the left
-that does not refuse serves the call. Arguments outside the contract (`kda/contract.py`) are refused before any route
-is asked.
+that works serves the call, and one that says `when forced` can take it, but is passed over unless it is forced.
+Arguments outside the contract (`kda/contract.py`) are refused before any route is asked. `cp_context` is no matter of
+routes: each rank's tokens are a call of their own (`kda/context_parallel.py`).
 """
 
 
@@ -116,6 +118,7 @@ OPTIONS = (
     Option("float64 (CPU)", dtype=torch.float64),
     Option("CPU tensors, no interpreter", interpreted=False),
     Option("GPU tensors (sm_90)", device="cuda"),
+    Option("GPU tensors (sm_90), 65536 tokens", entries=ONLY_CHUNK, tokens=2**16, device="cuda"),
 )
 GATE = ("gate",)
 GATE_OPTIONS = (
@@ -172,17 +175,22 @@ def _machine(option: Option) -> Iterator[None]:
         stack.enter_context(mock.patch.object(registry, "INTERPRETED", option.interpreted and option.device == "cpu"))
         if option.device == "cuda":
             stack.enter_context(mock.patch("kda.fused_fwd.arch", return_value=90))
+            stack.enter_context(mock.patch("kda.fused_segments.multiprocessors", return_value=132))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
 
 
 def cell(option: Option, entry: str, route: kda.Route) -> str:
-    """`works`, or why the route refuses."""
+    """`works`, or why the route refuses; why it would rather not, behind `when forced: `."""
     if entry not in route.entries:
         return NOT_AN_ENTRY
     with _machine(option):
         call = _validated(entry, arguments(option, entry))
-        return route.verify(call) or WORKS
+        reason = route.verify(call)
+        if reason is None:
+            return WORKS
+        with registry.force_route(route.id):
+            return reason if route.verify(call) else f"{FORCED}: {reason}"
 
 
 def _validated(entry: str, keywords: dict[str, object]) -> contract.Call | contract.GateCall:
@@ -200,7 +208,10 @@ def table(entry: str, options: tuple[Option, ...]) -> str:
 
     def shown(option: Option, route: kda.Route) -> str:
         answer = cell(option, entry, route)
-        return answer if answer == WORKS else f"refused ({notes.setdefault(answer, len(notes) + 1)})"
+        if answer == WORKS:
+            return answer
+        kind = FORCED if answer.startswith(FORCED) else "refused"
+        return f"{kind} ({notes.setdefault(answer.removeprefix(f'{FORCED}: '), len(notes) + 1)})"
 
     lines = [f"| option | {' | '.join(route.id for route in routes)} |", "|" + "---|" * (len(routes) + 1)]
     for option in options:

@@ -52,6 +52,7 @@ def own_subject() -> Subject:
     import kda
     from kda.chunk_fwd import SAFE_GATE, UNBOUNDED, anchored
     from kda.decode import PRECISION as DECODE_PRECISION
+    from kda.fused_segments import segment_tokens
     from kda.gate import PRECISION as GATE_PRECISION
 
     def proving(route_id: str) -> Callable[[], AbstractContextManager]:
@@ -62,6 +63,10 @@ def own_subject() -> Subject:
 
         return forced_and_recorded
 
+    def piece(problem: Problem) -> int:
+        rows = sum(problem.lengths) + problem.tail
+        return segment_tokens(rows, problem.heads * problem.group, problem.K, problem.V)
+
     functions = {"chunk": kda.chunk_kda, "recurrent": kda.fused_recurrent_kda, "gate": kda.fused_kda_gate}
     specs = {"gate": GATE_PRECISION, "decode": DECODE_PRECISION}
     routes = []
@@ -69,8 +74,10 @@ def own_subject() -> Subject:
         for entry in sorted(route.entries):
             spec = specs.get(entry, route.precision)
             bounded = _wants_bounded if anchored(route.id) else _takes_all
-            lacks = both(fitting.lacks_fused, bounded) if route.id.startswith("fused") else bounded
-            shown = {"context": proving(route.id), "invariant": route.id != "torch"}
+            segmented = route.precision.segment is not None
+            lacks = both(fitting.lacks_fused, bounded) if route.id.startswith("fused") or segmented else bounded
+            shown = {"context": proving(route.id), "invariant": route.invariant}
+            shown |= {"segment": piece} if segmented else {}
             if entry == "decode":
                 shown |= {"origin": "kda:kda_decode", "differentiable": False}
                 routes.append(Route(route.id, entry, Served(kda.kda_decode), spec, **shown))

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from kda import contract, ops
+from kda.context_parallel import ContextParallel, chunk_kda_cp
 from kda.contract import Call
 
 
@@ -26,7 +27,7 @@ def chunk_kda(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
-    cp_context: None = None,
+    cp_context: ContextParallel | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
@@ -41,10 +42,12 @@ def chunk_kda(
     after the other; on a GPU that needs the number of chunks, read from `cu_seqlens_cpu` or, without it, from the
     device. `disable_recompute` trades memory for time where a route can; results are the same. `precision` says how
     fp32 tensors may be multiplied: 'ieee' to fp32's own digits, 'tf32' with operands rounded to 11 bits where a route
-    gains by it. Raises ValueError or TypeError naming the argument, before any kernel runs.
+    gains by it. `cp_context`, from `build_cp_context`: the tensors are this rank's share of a call whose tokens several
+    ranks hold, states `[n, HV, K, V]` those of the sequences that it holds a part of. Rows of initial_state are read,
+    and get gradients, where a sequence begins on this rank; the final state is the one behind the last token that the
+    rank holds. Gradients are those of the sum of all ranks' losses, those of A_log and dt_bias the same on each. Raises
+    ValueError or TypeError naming the argument, before any kernel runs.
     """
-    if cp_context is not None:
-        contract.refuse("cp_context", type(cp_context).__name__, "None: context parallelism is not there yet")
     call = Call(
         entry="chunk",
         q=q,
@@ -71,5 +74,7 @@ def chunk_kda(
         chunk_size=chunk_size,
         precision=precision,
     )
+    if cp_context is not None:
+        return chunk_kda_cp(call, cp_context)[:2]
     o, final_state, states = ops.dispatch(contract.validate(call))
     return (o, final_state, states) if return_intermediate_states else (o, final_state)

@@ -35,12 +35,13 @@ def _check_offset_contents(call: Call) -> None:
     cu, cpu = call.cu_seqlens, call.cu_seqlens_cpu
     for name, offsets in (("cu_seqlens", cu), ("cu_seqlens_cpu", cpu)):
         if offsets is not None and _readable(offsets):
-            _check_offset_values(name, offsets.tolist(), call.q.shape[1])
+            check_offset_values(name, offsets.tolist(), call.q.shape[1])
     if cpu is not None and _readable(cu) and cu.tolist() != cpu.tolist():
         refuse("cu_seqlens_cpu", cpu.tolist(), f"a copy of cu_seqlens = {cu.tolist()}")
 
 
-def _check_offset_values(name: str, offsets: list[int], tokens: int) -> None:
+def check_offset_values(name: str, offsets: list[int], tokens: int) -> None:
+    """Refuse offsets `[N + 1]` that do not go from 0 up to at most `tokens`."""
     if offsets[0] != 0:
         refuse(f"{name}[0]", offsets[0], "0")
     for i, (a, b) in enumerate(itertools.pairwise(offsets)):

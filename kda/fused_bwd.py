@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from kda.adjoints import allocate_tokens, beta_gradient, query_gradient
-from kda.chunk_fwd import BLOCK, half_span, launch
+from kda.chunk_fwd import BLOCK, anchored, half_span, launch
 from kda.contract import Call
 from kda.fused_chunk_bwd import kda_fused_chunk_bwd_kernel
 from kda.fused_fwd import (
-    SAFE_GATE,
     FusedPlan,
     Tile,
     Workspace,
@@ -36,10 +35,22 @@ CHUNK = {
 def gradients(call: Call, plan: FusedPlan, do: Tensor | None, dht: Tensor | None) -> dict[str, Tensor | None]:
     """Every gradient of a call on dense tensors, by the name of its argument, from its inputs."""
     do, dht = torch.zeros_like(call.v) if do is None else dense(do), dense(dht)
-    factors = torch.empty(*call.beta.shape, 3, device=call.q.device)
-    made = prepare(call, plan, factors)
+    return gradients_from(call, plan, *prepare_adjoint(call, plan), do, dht)
+
+
+def prepare_adjoint(call: Call, plan: FusedPlan) -> tuple[Workspace, Tensor]:
+    """(every chunk as an operator, its factors as `prepare` has them)."""
+    factors = torch.empty(*call.beta.shape, 3, dtype=torch.float32, device=call.q.device)
+    return prepare(call, plan, factors), factors
+
+
+def gradients_from(
+    call: Call, plan: FusedPlan, made: Workspace, factors: Tensor, do: Tensor, dht: Tensor | None
+) -> dict[str, Tensor | None]:
+    """The same from chunks that are prepared."""
     y, states = _values_and_states(call, plan, made)
-    dv, dstates, dh0 = _reverse(call, plan, made, do, dht)
+    dstates = _states(call, plan)
+    dv, dh0 = reverse_scan(call, plan, made, do, dht, dstates)
     between = (y, do, dv, states, dstates)
     dq, dk, dg, dbeta, dA_log, ddt_bias = _chunks(call, plan, made.tables, factors, between)
     return {
@@ -67,25 +78,26 @@ def _values_and_states(call: Call, plan: FusedPlan, made: Workspace) -> tuple[Te
     return y, states
 
 
-def _reverse(
-    call: Call, plan: FusedPlan, made: Workspace, do: Tensor, dht: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dv, the gradients of the states behind the chunks, dh0)."""
+def reverse_scan(
+    call: Call, plan: FusedPlan, made: Workspace, do: Tensor, dht: Tensor | None, states: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(dv, dh0); `states` receives the gradients of the states behind the chunks."""
     _, T, _, HV, K, V = call.shape
     C, tile = BLOCK, REVERSE[K]
-    dv, states = allocate_tokens(call, *call.v.shape, dtype=call.v.dtype), _states(call, plan)
+    dv = allocate_tokens(call, *call.v.shape, dtype=call.v.dtype)
     dh0 = None if call.initial_state is None else torch.empty_like(call.initial_state)
     blocks = (None,) * 6
     if takes_tma(plan, do):
         operands = (cut(made.kq_decayed, K, C, K), cut(made.k_rest, K, C, K), cut(made.response, C, C, C))
-        blocks = (*(cut(x, HV * V, C, tile.BV) for x in (do, dv)), *operands, cut(states, K, tile.BV, K))
+        kept = None if states is None else cut(states, K, tile.BV, K)
+        blocks = (*(cut(x, HV * V, C, tile.BV) for x in (do, dv)), *operands, kept)
     arguments = (do, dv, *made.tensors(), dht, dh0, states, dense(call.cu_seqlens), *blocks)
     sizes = (2.0**plan.shift, 2.0**-plan.shift, T, HV)
     stages = tile.stages if blocks[0] is None else tile.tma_stages
     shape = {"K": K, "V": V, "C": C, "BV": tile.BV, "V_FIRST": call.state_v_first, "STAGES": stages}
     grid = call.sequences * HV * (V // tile.BV)
     launch(plan, kda_fused_scan_bwd_kernel, grid, *arguments, *sizes, **shape, num_warps=tile.num_warps)
-    return dv, states, dh0
+    return dv, dh0
 
 
 def _chunks(
@@ -97,7 +109,7 @@ def _chunks(
 ) -> tuple[Tensor | None, ...]:
     """(dq, dk, dg, dbeta of the activated beta, dA_log, ddt_bias), from (y, do, dv, S, dS) as `between`."""
     B, T, H, HV, K, V = call.shape
-    anchored, shared = plan.route == SAFE_GATE, HV > H
+    shared = HV > H
     # Tokens of no sequence get no gradient: what is returned for a packed batch starts at 0.
     blank = functools.partial(allocate_tokens, call, B, T, HV)
     dq, dk = (blank(K, dtype=torch.float32 if shared else call.q.dtype) for _ in range(2))
@@ -108,7 +120,14 @@ def _chunks(
     results = (dq, dk, dg, dbeta, dA_log, ddt_bias)
     sizes = (call.lower_bound or 0.0, half_span(call, plan.route), call.scale, T, H, HV)
     levels = int(math.log2(BLOCK))
-    tile = {"K": K, "V": V, "C": BLOCK, "SHARED": shared, "LOWEST": levels if anchored else 0, "LEVELS": levels}
+    tile = {
+        "K": K,
+        "V": V,
+        "C": BLOCK,
+        "SHARED": shared,
+        "LOWEST": levels if anchored(plan.route) else 0,
+        "LEVELS": levels,
+    }
     words = {**options(call, plan), **tile, **CHUNK[K]}
     programs = plan.slots * HV if call.sequences else 0
     launch(plan, kda_fused_chunk_bwd_kernel, programs, *inputs, *between, *results, *tables, *sizes, **words)

@@ -2,18 +2,19 @@
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kda.chunk_fwd import BLOCK, launch
+from kda.chunk_fwd import BLOCK, anchored, launch
 from kda.contract import SAFE_BOUND, Call
 from kda.fused_prep import kda_fused_prep_kernel
 from kda.fused_scan import kda_fused_index_kernel, kda_fused_scan_kernel
 from kda.gate import dense
+from kda.segments import identities
 
 SAFE_GATE, UNBOUNDED = "fused-safe_gate", "fused-unbounded"
 WIDTHS = (64, 128, 256)
@@ -31,13 +32,12 @@ class Tile:
     stages: int
 
 
-# Configurations go by K and the route alone, so that no result depends on a batch or a length, and nothing is tuned.
+# Configurations go by K and the gates' bound alone, so that no result depends on a batch or a length, and nothing is
+# tuned.
 SCAN = {64: Tile(64, 4, 6, 3), 128: Tile(64, 4, 6, 3), 256: Tile(64, 8, 3, 2)}
 # Columns of K at a time: as many as leave three chunks, of one warp each, to a scheduler's registers.
-PREP = {
-    SAFE_GATE: {"BK": 32, "num_warps": 1},
-    UNBOUNDED: {"BK": 32, "num_warps": 1, "maxnreg": 168},  # uncapped, a fifth slower on an H200
-}
+PREP = {"BK": 32, "num_warps": 1}
+PREP_CAPPED = {"maxnreg": 168}  # of unbounded gates: uncapped, a fifth slower on an H200
 
 
 @functools.cache
@@ -76,7 +76,7 @@ class FusedPlan:
         small = call.use_qk_l2norm_in_kernel and call.use_beta_sigmoid_in_kernel
         return cls(
             route=route,
-            shift=round(BLOCK / 2 * abs(bound) * math.log2(math.e)) if route == SAFE_GATE else 0,
+            shift=round(BLOCK / 2 * abs(bound) * math.log2(math.e)) if anchored(route) else 0,
             slots=slots,
             gate=activation if call.use_gate_in_kernel else "none",
             solved="fp16" if small else "tf32",
@@ -133,7 +133,7 @@ def options(call: Call, plan: FusedPlan) -> dict[str, object]:
     """Constants of the kernels that read the inputs."""
     return {
         "GATE": plan.gate,
-        "ANCHORED": plan.route == SAFE_GATE,
+        "ANCHORED": anchored(plan.route),
         "L2NORM": call.use_qk_l2norm_in_kernel,
     }
 
@@ -148,7 +148,7 @@ def prepare(call: Call, plan: FusedPlan, factors: Tensor | None = None) -> Works
     sizes = (call.lower_bound or 0.0, call.beta_range, float(plan.shift), call.scale, T, H, HV)
     flags = {**options(call, plan), "BETA_SIGMOID": call.use_beta_sigmoid_in_kernel}
     flags |= {"SOLVED": plan.solved, "ADJOINT": factors is not None}
-    tile = {"K": K, "C": BLOCK, **PREP[plan.route]}
+    tile = {"K": K, "C": BLOCK, **PREP, **({} if anchored(plan.route) else PREP_CAPPED)}
     programs = plan.slots * HV if call.sequences else 0
     between = (*made.tensors(), factors, *made.tables)
     launch(plan, kda_fused_prep_kernel, programs, *inputs, *between, *sizes, **flags, **tile)
@@ -177,24 +177,40 @@ def run_scan(
     call: Call,
     plan: FusedPlan,
     made: Workspace,
-    o: Tensor,
+    o: Tensor | None,
     scale: float,
     ht: Tensor | None = None,
     states: Tensor | None = None,
     values: bool = False,
+    blank: bool = False,
 ) -> None:
-    """Fill o (`values`: with y), and what there is of the final state and the states before every chunk."""
+    """Fill what there is of o (`values`: with y), the final state, and the states before every chunk.
+
+    `blank`: nothing is written to the states, which have K columns.
+    """
     _, T, _, HV, K, V = call.shape
-    N, C, tile = call.sequences, BLOCK, SCAN[K]
+    N, C, tile, V, v = call.sequences, BLOCK, SCAN[K], K if blank else V, None if blank else call.v
     blocks = (None,) * 6
     if takes_tma(plan, call.v):
-        rows = C if values else 2 * C
-        operands = (cut(made.kq_decayed, K, rows, K), cut(made.k_rest, K, C, K), cut(made.response, C, 2 * C, C))
+        rows, read = 2 * C if o is not None and not values else C, 2 * C if o is not None or values else C
+        operands = (cut(made.kq_decayed, K, rows, K), cut(made.k_rest, K, C, K), cut(made.response, C, read, C))
         kept = None if states is None else cut(states, K, tile.BV, K)
-        blocks = (*(cut(x, HV * V, C, tile.BV) for x in (call.v, o)), *operands, kept)
-    arguments = (call.v, o, *made.tensors(), call.initial_state, ht, states, dense(call.cu_seqlens), *blocks)
+        blocks = (*(None if x is None else cut(x, HV * V, C, tile.BV) for x in (v, o)), *operands, kept)
+    arguments = (v, o, *made.tensors(), call.initial_state, ht, states, dense(call.cu_seqlens), *blocks)
     sizes = (scale, 2.0**-plan.shift, N, T, HV)
-    stages = tile.stages if blocks[0] is None else tile.tma_stages
+    stages = tile.stages if blocks[2] is None else tile.tma_stages
     shape = {"K": K, "V": V, "C": C, "BV": tile.BV, "V_FIRST": call.state_v_first, "VALUES": values}
     grid = N * HV * (V // tile.BV)
     launch(plan, kda_fused_scan_kernel, grid, *arguments, *sizes, **shape, STAGES=stages, num_warps=tile.num_warps)
+
+
+def maps(call: Call, plan: FusedPlan, made: Workspace, adjoint: bool = False) -> tuple[Tensor, Tensor]:
+    """(P `[N, HV, K, K]`, Q `[N, HV, K, V]`) of NOTE [Chain of states], of every sequence of a K-first call without an
+    initial state: two scans without outputs. `adjoint`: from chunks that are prepared for the backward pass.
+    """
+    HV, K = call.shape[3:5]
+    units = identities(call.sequences, HV, K, call.q.device)
+    P, Q = torch.empty_like(units), torch.empty(call.state_shape, dtype=torch.float32, device=call.q.device)
+    run_scan(replace(call, initial_state=units), plan, made, None, 1.0, ht=P, values=adjoint, blank=True)
+    run_scan(replace(call, initial_state=None), plan, made, None, 1.0, ht=Q, values=adjoint)
+    return P, Q

@@ -61,22 +61,35 @@ def halves(b_x, M: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def scan_step(
-    b_S, b_kq, b_response, b_rest, b_decay, b_v, unshift, BV: tl.constexpr, C: tl.constexpr, VALUES: tl.constexpr
+    b_S,
+    b_kq,
+    b_response,
+    b_rest,
+    b_decay,
+    b_v,
+    unshift,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    VALUES: tl.constexpr,
+    OUTPUTS: tl.constexpr,
 ):
     """NOTE [Chunk as an operator]: (the state `[BV, K]` after the chunk, its outputs without scale, `[BV, C]`).
 
-    VALUES: y instead of the outputs, from the keys alone and R in two operands.
+    VALUES: y instead of the outputs, from the keys alone and R in two operands. Without OUTPUTS keys are alone too.
     """
     b_Skq = tl.dot(b_S.to(tl.bfloat16), tl.trans(b_kq))
     b_Sk = b_Skq
-    if not VALUES:
+    if OUTPUTS and not VALUES:
         b_Sk, b_Sq = halves(b_Skq, BV, C)
     b_x = (tl.trans(b_v).to(tl.float32) - unshift * b_Sk).to(tl.bfloat16)
-    b_y, b_o = halves(tl.dot(b_x, tl.trans(b_response)), BV, C)
+    b_y = tl.dot(b_x, tl.trans(b_response))
+    b_o = b_y
+    if VALUES or OUTPUTS:
+        b_y, b_o = halves(b_y, BV, C)
     if VALUES:
         b_y += b_o
         b_o = b_y
-    else:
+    elif OUTPUTS:
         b_o = unshift * b_Sq + b_o
     b_S = tl.dot(b_y.to(tl.bfloat16), b_rest, b_S * b_decay[None, :])
     return b_S, b_o
@@ -130,9 +143,12 @@ def kda_fused_scan_kernel(
 
     One program per (BV columns of V, value head, sequence). `*_blocks` are tensor descriptors of the same memory, rows
     by columns, or all None. unshift: 2^-shift. Packed: rows after the last sequence get o = 0. VALUES, for the backward
-    pass: o receives y. states `[slots, HV, V, K]` bf16, or None: S before every chunk.
+    pass: o receives y. o None: the final states alone; v None: values of 0. states `[slots, HV, V, K]` bf16, or None: S
+    before every chunk.
     """
-    ROWS: tl.constexpr = C if VALUES else 2 * C
+    OUTPUTS: tl.constexpr = o is not None
+    ROWS: tl.constexpr = 2 * C if OUTPUTS and not VALUES else C
+    READ: tl.constexpr = 2 * C if OUTPUTS or VALUES else C
     RESPONSE: tl.constexpr = 3 * C if VALUES else 2 * C
     i_p = tl.program_id(0).to(tl.int64)
     i_v = (i_p % (V // BV)).to(tl.int32) * BV
@@ -143,36 +159,41 @@ def kda_fused_scan_kernel(
     o_k = tl.arange(0, K)
     o_v = i_v + tl.arange(0, BV)
     o_kq = tl.arange(0, ROWS)[:, None] * K + o_k[None, :]
-    o_response = tl.arange(0, 2 * C)[:, None] * C + o_t[None, :]
+    o_response = tl.arange(0, READ)[:, None] * C + o_t[None, :]
     o_rest = o_t[:, None] * K + o_k[None, :]
     o_tv = o_t[:, None] * (HV * V) + o_v[None, :]
     o_S = o_v[:, None] * K + o_k[None, :] if V_FIRST else o_k[None, :] * V + o_v[:, None]
     o_S += (i_n * HV + i_hv) * (K * V)
     i_tile = i_slot * HV + i_hv
-    v += (i_row * HV + i_hv) * V
-    o += (i_row * HV + i_hv) * V
+    if v is not None:
+        v += (i_row * HV + i_hv) * V
+    if OUTPUTS:
+        o += (i_row * HV + i_hv) * V
     b_S = tl.load(initial_state + o_S) if initial_state is not None else tl.zeros([BV, K], tl.float32)
 
     full = (length // C).to(tl.int32)
     for i_t in tl.range(0, full, num_stages=STAGES):
         i_w = i_tile + i_t * HV.to(tl.int64)
-        if v_blocks is not None:
+        b_v = tl.zeros([C, BV], tl.bfloat16)
+        if rest_blocks is not None:
             b_kq = kq_blocks.load([(i_w * (2 * C)).to(tl.int32), 0])
             b_response = response_blocks.load([(i_w * RESPONSE).to(tl.int32), 0])
             b_rest = rest_blocks.load([(i_w * C).to(tl.int32), 0])
-            b_v = v_blocks.load([(i_row + i_t * C).to(tl.int32), i_hv * V + i_v])
+            if v is not None:
+                b_v = v_blocks.load([(i_row + i_t * C).to(tl.int32), i_hv * V + i_v])
         else:
             b_kq = tl.load(kq_decayed + i_w * (2 * C * K) + o_kq)
             b_response = tl.load(response + i_w * (RESPONSE * C) + o_response)
             b_rest = tl.load(k_rest + i_w * (C * K) + o_rest)
-            b_v = tl.load(v + i_t * C * HV.to(tl.int64) * V + o_tv)
+            if v is not None:
+                b_v = tl.load(v + i_t * C * HV.to(tl.int64) * V + o_tv)
         b_decay = tl.load(decay + i_w * K + o_k)
         store_state(states, state_blocks, i_w, i_v, b_S, V)
-        b_S, b_o = scan_step(b_S, b_kq, b_response, b_rest, b_decay, b_v, unshift, BV, C, VALUES)
+        b_S, b_o = scan_step(b_S, b_kq, b_response, b_rest, b_decay, b_v, unshift, BV, C, VALUES, OUTPUTS)
         b_o = tl.trans((scale * b_o).to(tl.bfloat16))
-        if v_blocks is not None:
+        if o_blocks is not None:
             o_blocks.store([(i_row + i_t * C).to(tl.int32), i_hv * V + i_v], b_o)
-        else:
+        elif OUTPUTS:
             tl.store(o + i_t * C * HV.to(tl.int64) * V + o_tv, b_o)
 
     rest = (length - full * C).to(tl.int32)
@@ -184,13 +205,16 @@ def kda_fused_scan_kernel(
         b_response = tl.load(response + i_w * (RESPONSE * C) + o_response)
         b_rest = tl.load(k_rest + i_w * (C * K) + o_rest)
         b_decay = tl.load(decay + i_w * K + o_k)
-        b_v = tl.load(v + i_o + o_tv, mask=m_t, other=0.0)
+        b_v = tl.zeros([C, BV], tl.bfloat16)
+        if v is not None:
+            b_v = tl.load(v + i_o + o_tv, mask=m_t, other=0.0)
         store_state(states, state_blocks, i_w, i_v, b_S, V)
-        b_S, b_o = scan_step(b_S, b_kq, b_response, b_rest, b_decay, b_v, unshift, BV, C, VALUES)
-        tl.store(o + i_o + o_tv, tl.trans((scale * b_o).to(tl.bfloat16)), mask=m_t)
+        b_S, b_o = scan_step(b_S, b_kq, b_response, b_rest, b_decay, b_v, unshift, BV, C, VALUES, OUTPUTS)
+        if OUTPUTS:
+            tl.store(o + i_o + o_tv, tl.trans((scale * b_o).to(tl.bfloat16)), mask=m_t)
     if final_state is not None:
         tl.store(final_state + o_S, b_S)
-    if cu_seqlens is not None and i_n == N - 1:
+    if OUTPUTS and cu_seqlens is not None and i_n == N - 1:
         unused = (T - i_row - length).to(tl.int32)
         i_o = length * HV * V
         for i_t in range(0, unused, C):

@@ -41,11 +41,12 @@ class PrecisionSpec:
     form: str | None = None  # wy | residual | solved | stored
     excuses: tuple[str, ...] = ()
     precision: str = "ieee"  # of the products of fp32 tensors: ieee | tf32
+    segment: int | None = None  # tokens of pieces whose states come from a chain of transitions; None: no pieces
     gradients: "PrecisionSpec | None" = None  # that of the backward pass, where it rounds at other points
 
-    def of_call(self, chunk_size: int, precision: str) -> "PrecisionSpec":
-        """What is declared for a call with these arguments."""
+    def of_call(self, chunk_size: int, precision: str, segment: int | None = None) -> "PrecisionSpec":
+        """What is declared for a call with these arguments, and with pieces of that many tokens."""
         own_chunk = self.algorithm != "chunk" or self.chunk is not None
-        gradients = None if self.gradients is None else self.gradients.of_call(chunk_size, precision)
+        gradients = None if self.gradients is None else self.gradients.of_call(chunk_size, precision, segment)
         chunk = self.chunk if own_chunk else chunk_size
-        return replace(self, chunk=chunk, precision=precision, gradients=gradients)
+        return replace(self, chunk=chunk, precision=precision, segment=segment or self.segment, gradients=gradients)

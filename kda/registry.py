@@ -16,7 +16,8 @@ AnyCall = Call | GateCall
 
 # The order in which routes are asked; the first that does not refuse serves the call.
 ORDER = (
-    *("gate", "decode", "fused-safe_gate", "fused-unbounded"),
+    *("gate", "decode", "segment_parallel-safe_gate", "segment_parallel-unbounded"),
+    *("fused-safe_gate", "fused-unbounded"),
     *("chunk-safe_gate", "chunk-unbounded", "recurrent", "torch"),
 )
 INTERPRETED = triton.knobs.runtime.interpret  # fixed at import, as it is for every kernel
@@ -28,7 +29,7 @@ class Route:
 
     `run(call)` is differentiable. `gradients(call, *grads)` computes every gradient, by the name of its argument, from
     the inputs and the gradients of the results (None where there is none): what a compiled backward pass runs. None on
-    a route whose entries have no gradients.
+    a route whose entries have no gradients. `invariant`: no bit depends on batch, packing, other heads or later tokens.
     """
 
     id: str
@@ -38,6 +39,7 @@ class Route:
     run: Callable[[AnyCall], object]
     gradients: Callable[..., dict[str, torch.Tensor | None]] | None
     precision: PrecisionSpec
+    invariant: bool = True
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ class ChunkModel:
     first row); `apart`: i = j outside the anchored tile; `inverse`: 'substitution' or 'neumann' (a half-precision
     series). `form`: 'wy', with v_new = u - w S as above, or 'residual', which inverts I + A_kk b and applies it to
     x = v - (k 2^G) S, [v_new / b | intra-chunk o] = [R | A_qk b R] x: b is among the keys instead. 'solved' is that
-    with y = R x stored, and A_qk b y. 'stored' keeps every step in `operand`: `oracle.stored_steps`.
+    with y = R x stored, and A_qk b y. 'stored' keeps every step in `operand`: `oracle.stored_steps`. `segment`: tokens
+    of pieces whose states come from a chain, see NOTE [Pieces].
     """
 
     chunk: int = 64
@@ -52,6 +53,7 @@ class ChunkModel:
     apart: bool = False
     inverse: str = "substitution"
     form: str = "wy"
+    segment: int | None = None
 
     @classmethod
     def of(
@@ -61,6 +63,7 @@ class ChunkModel:
         diagonal: str | None,
         inverse: str | None,
         form: str | None = None,
+        segment: int | None = None,
     ) -> "ChunkModel":
         """The model of a PrecisionSpec, its formats resolved; diagonal 'anchor_apart' is 'anchor' with `apart`.
 
@@ -77,6 +80,8 @@ class ChunkModel:
             raise ValueError(f"form is {form!r}, must be 'wy', 'residual', 'solved' or 'stored'")
         if form == "stored" and chunk != BLOCK:
             raise ValueError(f"chunk is {chunk}, must be {BLOCK} with the form 'stored'")
+        if segment is not None and (segment < chunk or segment % chunk):
+            raise ValueError(f"segment is {segment}, must be a positive multiple of the chunk of {chunk}")
         stages = ("operand", "intra", "pairs", "merge", "stored_inverse", "state", "kept")
         named = {name: formats[name] for name in stages if name in formats}
         return cls(
@@ -85,6 +90,7 @@ class ChunkModel:
             apart=diagonal == "anchor_apart",
             inverse=inverse or "substitution",
             form=form or "wy",
+            segment=segment,
             **named,
         )
 
@@ -288,6 +294,10 @@ def chunk_core(model: ChunkModel, rounding: Rounding = EXACT) -> Core:
     ) -> dict[str, Tensor]:
         if chunk not in (None, model.chunk):
             raise ValueError(f"chunk_size is {chunk}, must be that of the algorithm: {model.chunk}")
+        if model.segment and rows.length > model.segment:
+            if chunk:
+                raise ValueError(f"segment is {model.segment}, must be None where intermediate states are wanted")
+            return _in_pieces(rows, scale, model, rounding, do, dstate)
         if do is None:
             stages, gradients = forward_stages(rows, scale, model, rounding), {}
         else:
@@ -298,14 +308,64 @@ def chunk_core(model: ChunkModel, rounding: Rounding = EXACT) -> Core:
     return core
 
 
-def _with_gradients(rows: Rows, scale: float, model: ChunkModel, rounding: Rounding, do: Tensor, dstate: Tensor):
-    """(the stages, the gradients of sum(o do) + sum(state dstate) by name)."""
+# NOTE [Pieces]
+# A sequence in pieces of `segment` tokens: each runs from a zero state for Q, and without values from the unit matrix
+# for P, both in one pass of V + K columns, since columns of values and states know nothing of each other. Then S <- P S
+# + Q from piece to piece, and every piece from its true state. Gradients of states go from piece to piece by dS <- P^T
+# dS + D, D by the piece's own outputs. The chain is exact but for the fp32 of what it takes and gives.
+def _in_pieces(
+    rows: Rows, scale: float, model: ChunkModel, rounding: Rounding, do: Tensor | None, dstate: Tensor | None
+) -> dict[str, Tensor]:
+    """What a core returns, of a sequence in pieces."""
+    J, (M, R, T, V), K = -(-rows.length // model.segment), rows.v.shape, rows.k.shape[-1]
+    padded = lambda x: F.pad(x, [0, 0] * (x.dim() - 3) + [0, J * model.segment - T])  # noqa: E731
+    cut = lambda x: padded(x).unflatten(2, (J, model.segment)).flatten(1, 2)  # noqa: E731
+    join = lambda x: x.unflatten(1, (R, J)).flatten(2, 3)[:, :, :T]  # noqa: E731
+    apart = lambda x: x.unflatten(1, (R, J))  # noqa: E731
+    stored = lambda x: rounding.round("chunk.pieces", x, "fp32")  # noqa: E731
+    pieces = Rows(*(cut(x) for x in (rows.q, rows.k, rows.v, rows.g, rows.beta)), state=None)
+    unit = torch.eye(K, V + K, dtype=rows.v.dtype, device=rows.v.device).roll(V, 1)
+    widened = replace(pieces, v=F.pad(pieces.v, (0, K)), state=unit.expand(M, R * J, K, V + K))
+    Q, P = apart(forward_stages(widened, scale, model, rounding)["state"]).split((V, K), -1)
+    states = [rows.state.expand(M, R, K, V)]
+    for j in range(J - 1):
+        states.append(stored(P[:, :, j] @ states[-1] + Q[:, :, j]))
+    pieces = replace(pieces, state=torch.stack(states, 2).flatten(1, 2))
+    if do is None:
+        made = forward_stages(pieces, scale, model, rounding)
+        return {"o": join(made["o"]), "state": apart(made["state"])[:, :, -1]}
+
+    def arriving(own: Tensor) -> Tensor:
+        behind = [dstate.expand(M, R, K, V)]
+        for j in range(J - 1, 0, -1):
+            behind.insert(0, stored(P[:, :, j].mT @ behind[0] + apart(own)[:, :, j]))
+        return torch.stack(behind, 2).flatten(1, 2)
+
+    made, found = _with_gradients(pieces, scale, model, rounding, cut(do.expand(M, R, T, V)), arriving)
+    out = {name: join(x) for name, x in found.items() if name != "dstate"}
+    out |= {"o": join(made["o"].detach()), "state": apart(made["state"].detach())[:, :, -1]}
+    return out | {"dstate": apart(found["dstate"])[:, :, 0]}
+
+
+def _with_gradients(
+    rows: Rows,
+    scale: float,
+    model: ChunkModel,
+    rounding: Rounding,
+    do: Tensor,
+    dstate: Tensor | Callable[[Tensor], Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(the stages, the gradients of sum(o do) + sum(state dstate) by name); dstate, or what makes it of the gradient of
+    the first state by do alone.
+    """
     names = ("q", "k", "v", "g", "beta", "state")
     with torch.enable_grad():
         plain = replace(rows, g=finite_gate(rows.g, rounding))
         leaves = [getattr(plain, name).detach().clone().requires_grad_() for name in names]
         stages = chunked(Rows(*leaves), rows.g, scale, model, rounding).run(leaves[-1])
         ends = [stages["o"], stages["state"]]
+        if not isinstance(dstate, Tensor):
+            dstate = dstate(torch.autograd.grad(ends[:1], leaves[-1:], [do.expand_as(ends[0])], retain_graph=True)[0])
         arriving = [do.expand_as(stages["o"]), dstate.expand_as(stages["state"])]
         found = dict(zip(names, torch.autograd.grad(ends, leaves, arriving)))
     if not rounding.replicas:
@@ -324,11 +384,13 @@ def evaluate_chunk(
     diagonal: str | None = None,
     inverse: str | None = None,
     form: str | None = None,
+    segment: int | None = None,
     device: torch.device | str | None = None,
 ) -> dict[str, Tensor]:
     """`operator.evaluate` by the chunkwise algorithm: the same inputs, options, layouts and quantities.
 
-    `formats`: stage -> format, resolved (see `ChunkModel`); `chunk`: a multiple of 16, default 64.
+    `formats`: stage -> format, resolved (see `ChunkModel`); `chunk`: a multiple of 16, default 64; `segment`: one of
+    `chunk`.
     """
-    core = chunk_core(ChunkModel.of(formats or {}, chunk, diagonal, inverse, form), rounding)
+    core = chunk_core(ChunkModel.of(formats or {}, chunk, diagonal, inverse, form, segment), rounding)
     return evaluate(inputs, options, gradients=gradients, rounding=rounding, formats=formats, device=device, core=core)

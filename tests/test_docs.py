@@ -7,7 +7,6 @@ from pathlib import Path
 from harness.mutants.mutant import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
-WITHOUT_CODE = {"context_parallel"}
 
 
 def rows() -> dict[str, str]:
@@ -23,15 +22,11 @@ def functions_in(file: str) -> set[str]:
 
 
 def test_every_kind_of_fault_has_a_row():
-    assert rows().keys() == KINDS.keys() | WITHOUT_CODE
+    assert rows().keys() == KINDS.keys()
 
 
 def test_every_named_test_exists():
     named = {kind: re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", cell) for kind, cell in rows().items()}
-    assert {kind for kind, tests in named.items() if not tests} == WITHOUT_CODE
+    assert {kind for kind, tests in named.items() if not tests} == set()
     missing = [(file, name) for tests in named.values() for file, name in tests if name not in functions_in(file)]
     assert missing == []
-
-
-def test_kinds_that_nothing_tests_say_why():
-    assert {kind for kind, cell in rows().items() if cell.startswith("none: ")} == WITHOUT_CODE

@@ -8,6 +8,7 @@ from harness.mutants import (
     gate_faults,
     host_faults,
     recurrent_faults,
+    segment_faults,
     state_faults,
 )
 from harness.mutants.mutant import Mutant
@@ -21,4 +22,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *fused_bwd_faults.MUTANTS,
     *host_faults.MUTANTS,
     *decode_faults.MUTANTS,
+    *segment_faults.MUTANTS,
 )

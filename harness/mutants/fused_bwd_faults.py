@@ -120,8 +120,8 @@ MUTANTS = (
     _any(
         "fused-bwd-resets-give-nan",
         "nan_spreads",
-        "a gate without gradient passes the slope of its activation on, 0 * inf at resets",
-        (_gate("tl.where(b_dg == 0.0, 0.0, b_dz), tl", "b_dz, tl"),),
+        "a gate without gradient passes its size on to dA_log, 0 * inf at infinite ones",
+        (_gate("tl.where(b_dg == 0.0, 0.0, b_dA)", "b_dA"),),
         families=("gate_extremes", "spikes_resets"),
         tests=("tests/kda/test_fused_gate.py::test_no_gradient_passes_any_gate",),
     ),

@@ -94,7 +94,7 @@ MUTANTS = (
         "fused-shift-lost",
         "overflow",
         "rows are not shifted: columns reach 2^115",
-        (_host("shift=round(BLOCK / 2 * abs(bound) * math.log2(math.e)) if route == SAFE_GATE else 0", "shift=0"),),
+        (_host("shift=round(BLOCK / 2 * abs(bound) * math.log2(math.e)) if anchored(route) else 0", "shift=0"),),
         tests=(f"{TESTS}::test_keys_of_any_size_fit_beside_the_shift",),
     ),
     _safe(
@@ -149,7 +149,7 @@ MUTANTS = (
         "fused-tail-unwritten",
         "stale_memory",
         "rows of no sequence are left as they were allocated",
-        (_scan("if cu_seqlens is not None and i_n == N - 1:", "if cu_seqlens is not None and i_n == N:"),),
+        (_scan("and cu_seqlens is not None and i_n == N - 1:", "and cu_seqlens is not None and i_n == N:"),),
         families=("ragged",),
     ),
     _any(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[2]  # of kda, and in a checkout of the tests
 
-# What real KDA kernels have had. `context_parallel` has no code here yet.
+# What real KDA kernels have had.
 KINDS: Mapping[str, str] = {
     "compiler": "a compiler's or autotuner's choice",
     "mask": "a missing mask, 0 x inf",
@@ -31,6 +31,7 @@ KINDS: Mapping[str, str] = {
     "grid_limit": "a launch grid beyond the hardware's limit",
     "layout": "two kernels disagree about a layout",
     "nan_spreads": "NaN spreads to what it must not reach",
+    "context_parallel": "shards, ranks, straddling sequences",
     "slots": "index -1 or 0 of a paged state, a draft not taken back",
 }
 

@@ -270,5 +270,6 @@ registry.register(
         run=_run,
         gradients=gradients,
         precision=PRECISION,
+        invariant=False,
     )
 )

@@ -56,7 +56,9 @@ def test_every_own_route_is_planned_enough():
     routes = {task.route for task in tasks}
     assert routes == {route.id for route in subject.routes}
     borrowed = {route.id for route in subject.routes if route.spec.gradients is not None}
-    assert borrowed == {"fused-safe_gate", "fused-unbounded"}
+    assert borrowed == {
+        f"{kind}-{gates}" for kind in ("fused", "segment_parallel") for gates in ("safe_gate", "unbounded")
+    }
     for route in routes:
         mine = [task.problem for task in tasks if task.route == route]
         assert len(set(mine)) >= 30

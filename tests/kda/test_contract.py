@@ -70,7 +70,7 @@ REFUSALS = {
     "neg_eigval_without_sigmoid": ({"allow_neg_eigval": True}, ValueError, "allow_neg_eigval is True"),
     "chunk_size_16": ({"chunk_size": 16}, ValueError, "chunk_size is 16"),
     "chunk_size_none": ({"chunk_size": None}, ValueError, "chunk_size is None"),
-    "cp_context": ({"cp_context": object()}, ValueError, "cp_context is object"),
+    "cp_context": ({"cp_context": object()}, TypeError, "cp_context is object"),
     **{
         f"lower_bound_{bound!r}": (gate(lower_bound=bound), ValueError, f"lower_bound is {bound!r}")
         for bound in (math.nan, 0.0, -0.0, 1e-300, 3.0, math.inf, -math.inf, -1e39)

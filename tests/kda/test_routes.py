@@ -8,6 +8,7 @@ import kda
 from kda import registry
 from kda.contract import Call, GateCall
 from kda.fused import PRECISION
+from kda.fused_segments import PRECISION as SEGMENTS
 from kda.registry import needs_kernels
 
 NO_KERNELS = "need GPU tensors"
@@ -31,7 +32,7 @@ def no_kernels(monkeypatch):
 
 
 ENTRIES = {
-    "chunk_kda": (*PRECISION, "chunk-safe_gate", "chunk-unbounded", "recurrent"),
+    "chunk_kda": (*SEGMENTS, *PRECISION, "chunk-safe_gate", "chunk-unbounded", "recurrent"),
     "fused_recurrent_kda": ("recurrent",),
     "fused_kda_gate": ("gate",),
     "kda_decode": ("decode",),
@@ -54,7 +55,7 @@ EACH_ENTRY = pytest.mark.parametrize("entry, asked", ENTRIES.items(), ids=ENTRIE
 def test_kernels_come_first(entry, asked, kernels):
     explanation = explained(entry)
     needs_bf16 = "its operands are bf16, and q, k, v are float32"
-    refused = (*((route, needs_bf16) for route in PRECISION), ("chunk-safe_gate", UNKNOWN_BOUND))
+    refused = (*((route, needs_bf16) for route in (*SEGMENTS, *PRECISION)), ("chunk-safe_gate", UNKNOWN_BOUND))
     refused = refused if entry == "chunk_kda" else ()
     assert (explanation.route, explanation.reasons) == (asked[len(refused)], refused)
 

@@ -81,6 +81,50 @@ def test_the_stored_form_has_chunks_of_one_block():
         ChunkModel.of({}, 32, None, None, "stored")
 
 
+PIECES = {
+    "dense": dict(T=70),
+    "one_piece": dict(T=16),
+    "a_token_more": dict(T=17),
+    "packed": dict(T=90, cu_seqlens=[0, 0, 17, 17, 80]),
+    "gva": dict(T=40, B=2, H=2, HV=6),
+}
+
+
+@pytest.mark.parametrize("case", PIECES.values(), ids=PIECES)
+@pytest.mark.parametrize("form, segment", [("wy", 32), ("residual", 16), ("solved", 16)])
+def test_exact_pieces_are_the_recurrence(case, form, segment):
+    x = problem(**case)
+    assert_same(evaluate_chunk(x, Options(), chunk=16, form=form, segment=segment), evaluate(x, Options()))
+
+
+def test_exact_pieces_are_the_recurrence_across_resets():
+    x = problem(40)
+    x["g"][:, 20, :, 1:] = -math.inf
+    got = evaluate_chunk(x, Options(), chunk=16, segment=16)
+    assert_same(got, evaluate(x, Options()))
+    assert bool((got["dg"][:, 20, :, 1:] == 0).all())
+
+
+def test_pieces_round_from_the_second_on():
+    """States between pieces come from transitions that were rounded; the first piece is as it was."""
+    x, common = problem(48), {"rounding": ToFormat(), "formats": FP32 | {"operand": "bf16"}, "chunk": 16}
+    whole, cut = (evaluate_chunk(x, Options(), **common, segment=segment) for segment in (None, 16))
+    error = (cut["o"] - whole["o"]).abs().amax((0, 1, 3, 4))
+    assert bool((error[:16] == 0).all()) and bool((error[16:] > 1e-6).all())
+    assert float((cut["dh0"] - whole["dh0"]).abs().max()) > 1e-6
+
+
+@pytest.mark.parametrize("segment", [0, 8, 24])
+def test_pieces_are_whole_chunks(segment):
+    with pytest.raises(ValueError, match=f"segment is {segment}, must be a positive multiple of the chunk of 16"):
+        ChunkModel.of({}, 16, None, None, segment=segment)
+
+
+def test_pieces_have_no_intermediate_states():
+    with pytest.raises(ValueError, match="segment is 16, must be None where intermediate states are wanted"):
+        evaluate_chunk(problem(40), Options(intermediates=True, chunk_size=16), chunk=16, segment=16)
+
+
 def test_exact_neumann_is_the_inverse():
     x = problem(64)
     exact = ChunkModel.of({}, 64, None, "neumann")
