@@ -63,16 +63,15 @@ def refusal(call: Call, route: str) -> str | None:
 
 
 def _precision(diagonal: str, **stages: str) -> PrecisionSpec:
-    common = {"operand": "bf16", "merge": "tf32_rn", "state": "fp32"}
+    """In bf16, but for A_kk and R: see NOTE [Chunk as an operator]."""
+    common = {"operand": "bf16", "intra": "tf32_rn", "merge": "tf32_rn", "stored_inverse": "fp32", "state": "fp32"}
     form = {"chunk": BLOCK, "diagonal": diagonal, "inverse": "substitution", "form": "residual"}
     return PrecisionSpec("chunk", {**OUTPUTS, **common, **stages}, **form)
 
 
 def _precisions(diagonal: str) -> PrecisionSpec:
-    """Forward in bf16; what the backward pass takes differences of has more digits, see NOTE [Chunk as an operator]."""
-    gradients = _precision(diagonal, intra="tf32_rn", pairs="bf16", stored_inverse="fp32", kept="bf16")
-    gradients = replace(gradients, form="solved")
-    return replace(_precision(diagonal, intra="bf16", stored_inverse="bf16"), gradients=gradients)
+    gradients = replace(_precision(diagonal, pairs="bf16", kept="bf16"), form="solved")
+    return replace(_precision(diagonal), gradients=gradients)
 
 
 PRECISION = {SAFE_GATE: _precisions("anchor_apart"), UNBOUNDED: _precisions("halving")}

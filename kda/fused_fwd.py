@@ -98,7 +98,7 @@ class Workspace:
     tables: tuple[Tensor | None, Tensor | None]
 
     @classmethod
-    def of(cls, call: Call, plan: FusedPlan, adjoint: bool) -> "Workspace":
+    def of(cls, call: Call, plan: FusedPlan) -> "Workspace":
         _, _, _, HV, K, _ = call.shape
         empty = functools.partial(torch.empty, device=call.q.device)
         operands = functools.partial(empty, dtype=torch.bfloat16)
@@ -106,7 +106,7 @@ class Workspace:
         return cls(
             operands(*lead, 2 * BLOCK, K),
             operands(*lead, BLOCK, K),
-            operands(*lead, (3 if adjoint else 2) * BLOCK, BLOCK),
+            operands(*lead, 3 * BLOCK, BLOCK),
             empty(*lead, K, dtype=torch.float32),
             chunk_tables(call, plan),
         )
@@ -143,7 +143,7 @@ def prepare(call: Call, plan: FusedPlan, factors: Tensor | None = None) -> Works
     pass wants them.
     """
     _, T, H, HV, K, _ = call.shape
-    made = Workspace.of(call, plan, adjoint=factors is not None)
+    made = Workspace.of(call, plan)
     inputs = (call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias)
     sizes = (call.lower_bound or 0.0, call.beta_range, float(plan.shift), call.scale, T, H, HV)
     flags = {**options(call, plan), "BETA_SIGMOID": call.use_beta_sigmoid_in_kernel}
@@ -192,8 +192,8 @@ def run_scan(
     N, C, tile, V, v = call.sequences, BLOCK, SCAN[K], K if blank else V, None if blank else call.v
     blocks = (None,) * 6
     if takes_tma(plan, call.v):
-        rows, read = 2 * C if o is not None and not values else C, 2 * C if o is not None or values else C
-        operands = (cut(made.kq_decayed, K, rows, K), cut(made.k_rest, K, C, K), cut(made.response, C, read, C))
+        rows = C if o is None or values else 2 * C
+        operands = (cut(made.kq_decayed, K, rows, K), cut(made.k_rest, K, C, K), cut(made.response, C, C, C))
         kept = None if states is None else cut(states, K, tile.BV, K)
         blocks = (*(None if x is None else cut(x, HV * V, C, tile.BV) for x in (v, o)), *operands, kept)
     arguments = (v, o, *made.tensors(), call.initial_state, ht, states, dense(call.cu_seqlens), *blocks)
@@ -204,13 +204,13 @@ def run_scan(
     launch(plan, kda_fused_scan_kernel, grid, *arguments, *sizes, **shape, STAGES=stages, num_warps=tile.num_warps)
 
 
-def maps(call: Call, plan: FusedPlan, made: Workspace, adjoint: bool = False) -> tuple[Tensor, Tensor]:
+def maps(call: Call, plan: FusedPlan, made: Workspace) -> tuple[Tensor, Tensor]:
     """(P `[N, HV, K, K]`, Q `[N, HV, K, V]`) of NOTE [Chain of states], of every sequence of a K-first call without an
-    initial state: two scans without outputs. `adjoint`: from chunks that are prepared for the backward pass.
+    initial state: two scans without outputs.
     """
     HV, K = call.shape[3:5]
     units = identities(call.sequences, HV, K, call.q.device)
     P, Q = torch.empty_like(units), torch.empty(call.state_shape, dtype=torch.float32, device=call.q.device)
-    run_scan(replace(call, initial_state=units), plan, made, None, 1.0, ht=P, values=adjoint, blank=True)
-    run_scan(replace(call, initial_state=None), plan, made, None, 1.0, ht=Q, values=adjoint)
+    run_scan(replace(call, initial_state=units), plan, made, None, 1.0, ht=P, blank=True)
+    run_scan(replace(call, initial_state=None), plan, made, None, 1.0, ht=Q)
     return P, Q

@@ -11,16 +11,19 @@ from kda.recurrent_kernels import L2NORM_EPS
 # NOTE [Chunk as an operator]
 # With R = (I + A_kk diag(b))^-1 a chunk is
 #     x = v - (k 2^G) S     y = R x     o = scale ((q 2^G) S + (A_qk b R) x)     S <- 2^G_C S + (b k 2^(G_C - G))^T y
-# so that a scan over the chunks needs v and four small tiles: [k; q] 2^G, [R; A_qk b R], b k 2^(G_C - G) and 2^G_C.
+# so that a scan over the chunks needs v and five small tiles: [k; q] 2^G, R, A_qk b R, b k 2^(G_C - G) and 2^G_C.
 # Little rounds on the way: x is v itself, to the last bit, where the state says nothing; R has a diagonal of 1, so that
 # y is x where tokens share nothing; and o sees neither the rounding of y nor those of A_qk, b and R apart, as it would
 # through w and u. (b y is v_new of the staged route.) Chunks have 16 rows, one warp each: no barriers between warps,
 # and no joins of inverses.
 #
+# Where keys repeat and beta is 2, R takes differences of what is alike, and a state that nothing forgets collects what
+# is wrong with it: one key for 200 tokens cost half of the state with A_kk of bf16 products and R in bf16. So A_kk is
+# of tf32 products, and R is stored in two bf16 numbers, 16 bits of it.
+#
 # The backward pass is the adjoint of the same form, with dv for what comes back to x:
 #     dv = R^T ((scale A_qk b)^T do + (b k 2^(G_C - G)) dS)     dS <- 2^G_C dS + (scale q 2^G)^T do - (k 2^G)^T dv
-# and wants scale A_qk b instead of A_qk b R, and scale among the decayed q. It sums gradients over what R takes the
-# differences of where keys repeat: there A_kk is of tf32 products, and R is stored in two bf16 numbers, 16 bits of it.
+# and wants scale A_qk b instead of A_qk b R, and scale among the decayed q.
 
 # NOTE [Shifted rows]
 # With gates in [bound, 0] all pairs i > j of 16 rows fit into one product: 2^(G_i + c) scales row i and 2^(-G_j - c)
@@ -52,8 +55,8 @@ def diagonal_product(b_a, b_b):
 
 
 @triton.jit
-def invert_unit_lower(p_scratch, b_L, C: tl.constexpr, FORMAT: tl.constexpr):
-    """(I + L)^-1 of a strictly lower tile, in FORMAT, by forward substitution in fp32.
+def invert_unit_lower(p_scratch, b_L, C: tl.constexpr):
+    """(I + L)^-1 of a strictly lower tile by forward substitution in fp32.
 
     One thread per column; rows of L reach all of them through C^2 fp32 numbers of scratch memory.
     """
@@ -69,11 +72,10 @@ def invert_unit_lower(p_scratch, b_L, C: tl.constexpr, FORMAT: tl.constexpr):
             b_row -= tl.load(p_L + (i * C + j)) * columns[j]
         columns = columns + (b_row,)  # noqa: RUF005  Triton knows no starred expressions
     tl.debug_barrier()
-    p_R = p_scratch.to(tl.pointer_type(tl.float16 if FORMAT == "fp16" else tl.float32), bitcast=True)
     for i in tl.static_range(C):
-        tl.store(p_R + (i * C + o_i), operand(columns[i], FORMAT))
+        tl.store(p_L + (i * C + o_i), columns[i])
     tl.debug_barrier()
-    b_R = tl.load(p_R + o_L)
+    b_R = tl.load(p_L + o_L)
     tl.debug_barrier()
     return b_R
 
@@ -113,13 +115,11 @@ def kda_fused_prep_kernel(
     """The four tiles of NOTE [Chunk as an operator], by slot and value head; one program each.
 
     kq_decayed `[slots, HV, 2 C, K]`: k 2^(G + shift), then q 2^(G + shift); k_rest `[slots, HV, C, K]`:
-    b k 2^(G_C - G); response `[slots, HV, 2 C, C]`: R, then A_qk b R; decay `[slots, HV, K]` fp32. factors
-    `[B, T, HV, 3]` fp32, or None: 1 / |q| and 1 / |k|, with L2NORM, and beta. GATE: none, softplus or bounded. SOLVED:
-    the format of A_qk b and of R in their product, fp16 where both are known to be small. ADJOINT: for the backward
-    pass, scale q for q, and response `[slots, HV, 3 C, C]`: R, what its rounding left, scale A_qk b.
+    b k 2^(G_C - G); response `[slots, HV, 3 C, C]`: R, what its rounding left, A_qk b R; decay `[slots, HV, K]` fp32.
+    factors `[B, T, HV, 3]` fp32, or None: 1 / |q| and 1 / |k|, with L2NORM, and beta. GATE: none, softplus or bounded.
+    SOLVED: the format of A_qk b and of R in their product, fp16 where both are known to be small. ADJOINT: for the
+    backward pass, scale q for q, and scale A_qk b for A_qk b R.
     """
-    INTRA: tl.constexpr = "tf32" if ADJOINT else "bf16"
-    ROWS: tl.constexpr = 3 * C if ADJOINT else 2 * C
     i_p = tl.program_id(0).to(tl.int64)
     i_hv = (i_p % HV).to(tl.int32)
     i_h = i_hv // (HV // H)
@@ -138,7 +138,7 @@ def kda_fused_prep_kernel(
     beta += i_row * HV + i_hv
     kq_decayed += i_p * (2 * C * K)
     k_rest += i_p * (C * K)
-    response += i_p * (ROWS * C)
+    response += i_p * (3 * C * C)
     decay += i_p * K
     b_A = tl.load(A_log + i_hv).to(tl.float32) if A_log is not None else 0.0
 
@@ -190,25 +190,23 @@ def kda_fused_prep_kernel(
         b_x = tl.exp2(range_sums_from(0.0, o_j > o_i, b_hi, b_lo))
         tl.store(k_rest + (o_i * K + o_k[None, :]), (b_beta[:, None] * b_k * b_x).to(tl.bfloat16))
         if ANCHORED:
-            b_earlier = tl.trans(operand(b_k * tl.exp2(-b_G), INTRA))
-            b_kk += product(operand(b_later_k, INTRA), b_earlier, INTRA)
-            b_qk += product(operand(b_later_q, INTRA), b_earlier, INTRA)
+            b_earlier = tl.trans(operand(b_k * tl.exp2(-b_G), "tf32"))
+            b_kk += product(operand(b_later_k, "tf32"), b_earlier, "tf32")
+            b_qk += product(operand(b_later_q, "tf32"), b_earlier, "tf32")
         else:
             for i_l in tl.static_range(4):
                 m_l = step_region(o_i, o_j, i_l, 0, False)
                 b_x = tl.exp2(range_sums_from(0.0, step_range(o_i, o_j, i_l, 0, False), b_hi, b_lo))
-                b_level = operand(b_k * b_x, INTRA)
-                b_kk += tl.where(m_l, product(b_level, tl.trans(b_level), INTRA), 0.0)
-                b_qk += tl.where(m_l, product(operand(b_q * b_x, INTRA), tl.trans(b_level), INTRA), 0.0)
+                b_level = operand(b_k * b_x, "tf32")
+                b_kk += tl.where(m_l, product(b_level, tl.trans(b_level), "tf32"), 0.0)
+                b_qk += tl.where(m_l, product(operand(b_q * b_x, "tf32"), tl.trans(b_level), "tf32"), 0.0)
 
     b_L = tl.where(o_i > o_j, b_kk * b_beta[None, :], 0.0)
-    b_R = invert_unit_lower(response, b_L, C, "fp32" if ADJOINT else SOLVED)
+    b_R = invert_unit_lower(response, b_L, C)
     b_qk = tl.where(o_i == o_j, b_diagonal[:, None], tl.where(o_i > o_j, b_qk, 0.0)) * b_beta[None, :]
     b_rounded = b_R.to(tl.bfloat16)
     tl.store(response + (o_i * C + o_j), b_rounded)
-    if ADJOINT:
-        tl.store(response + ((C + o_i) * C + o_j), (b_R - b_rounded.to(tl.float32)).to(tl.bfloat16))
-        tl.store(response + ((2 * C + o_i) * C + o_j), b_qk.to(tl.bfloat16))
-    else:
-        b_AR = product(operand(b_qk, SOLVED), b_R, SOLVED)
-        tl.store(response + ((C + o_i) * C + o_j), b_AR.to(tl.bfloat16))
+    tl.store(response + ((C + o_i) * C + o_j), (b_R - b_rounded.to(tl.float32)).to(tl.bfloat16))
+    if not ADJOINT:
+        b_qk = product(operand(b_qk, SOLVED), operand(b_R, SOLVED), SOLVED)
+    tl.store(response + ((2 * C + o_i) * C + o_j), b_qk.to(tl.bfloat16))

@@ -5,7 +5,7 @@ import triton.language as tl
 
 # NOTE [Scan in registers]
 # The state is held transposed, [BV, K] in fp32: it is the left operand of its products and comes from registers, as x
-# and y do, so that a chunk is three dependent products, [S k | S q], [R x | A R x] and the update of S. Everything
+# and y do, so that a chunk is three dependent products, [S k | S q], R x and the update of S. Everything
 # else a step reads can be in flight long before, by TMA where the machine has it, which brings v as well. The loop runs
 # over full chunks, all of whose rows belong to the sequence; what is left of it is one more step with masks. Values
 # past the end are selected away, never multiplied by 0, since they may be NaN.
@@ -63,34 +63,30 @@ def halves(b_x, M: tl.constexpr, C: tl.constexpr):
 def scan_step(
     b_S,
     b_kq,
-    b_response,
+    b_R,
+    b_R_rest,
+    b_AR,
     b_rest,
     b_decay,
     b_v,
     unshift,
     BV: tl.constexpr,
     C: tl.constexpr,
-    VALUES: tl.constexpr,
-    OUTPUTS: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):
     """NOTE [Chunk as an operator]: (the state `[BV, K]` after the chunk, its outputs without scale, `[BV, C]`).
 
-    VALUES: y instead of the outputs, from the keys alone and R in two operands. Without OUTPUTS keys are alone too.
+    Without QUERIES y instead of the outputs, from the keys alone.
     """
     b_Skq = tl.dot(b_S.to(tl.bfloat16), tl.trans(b_kq))
     b_Sk = b_Skq
-    if OUTPUTS and not VALUES:
+    if QUERIES:
         b_Sk, b_Sq = halves(b_Skq, BV, C)
     b_x = (tl.trans(b_v).to(tl.float32) - unshift * b_Sk).to(tl.bfloat16)
-    b_y = tl.dot(b_x, tl.trans(b_response))
+    b_y = tl.dot(b_x, tl.trans(b_R), tl.dot(b_x, tl.trans(b_R_rest)))
     b_o = b_y
-    if VALUES or OUTPUTS:
-        b_y, b_o = halves(b_y, BV, C)
-    if VALUES:
-        b_y += b_o
-        b_o = b_y
-    elif OUTPUTS:
-        b_o = unshift * b_Sq + b_o
+    if QUERIES:
+        b_o = tl.dot(b_x, tl.trans(b_AR), unshift * b_Sq)
     b_S = tl.dot(b_y.to(tl.bfloat16), b_rest, b_S * b_decay[None, :])
     return b_S, b_o
 
@@ -147,9 +143,8 @@ def kda_fused_scan_kernel(
     before every chunk.
     """
     OUTPUTS: tl.constexpr = o is not None
-    ROWS: tl.constexpr = 2 * C if OUTPUTS and not VALUES else C
-    READ: tl.constexpr = 2 * C if OUTPUTS or VALUES else C
-    RESPONSE: tl.constexpr = 3 * C if VALUES else 2 * C
+    QUERIES: tl.constexpr = OUTPUTS and not VALUES
+    ROWS: tl.constexpr = 2 * C if QUERIES else C
     i_p = tl.program_id(0).to(tl.int64)
     i_v = (i_p % (V // BV)).to(tl.int32) * BV
     i_hv = (i_p // (V // BV) % HV).to(tl.int32)
@@ -159,7 +154,7 @@ def kda_fused_scan_kernel(
     o_k = tl.arange(0, K)
     o_v = i_v + tl.arange(0, BV)
     o_kq = tl.arange(0, ROWS)[:, None] * K + o_k[None, :]
-    o_response = tl.arange(0, READ)[:, None] * C + o_t[None, :]
+    o_tt = o_t[:, None] * C + o_t[None, :]
     o_rest = o_t[:, None] * K + o_k[None, :]
     o_tv = o_t[:, None] * (HV * V) + o_v[None, :]
     o_S = o_v[:, None] * K + o_k[None, :] if V_FIRST else o_k[None, :] * V + o_v[:, None]
@@ -177,19 +172,23 @@ def kda_fused_scan_kernel(
         b_v = tl.zeros([C, BV], tl.bfloat16)
         if rest_blocks is not None:
             b_kq = kq_blocks.load([(i_w * (2 * C)).to(tl.int32), 0])
-            b_response = response_blocks.load([(i_w * RESPONSE).to(tl.int32), 0])
+            b_R = response_blocks.load([(i_w * (3 * C)).to(tl.int32), 0])
+            b_R_rest = response_blocks.load([(i_w * (3 * C) + C).to(tl.int32), 0])
+            b_AR = response_blocks.load([(i_w * (3 * C) + 2 * C).to(tl.int32), 0]) if QUERIES else b_R
             b_rest = rest_blocks.load([(i_w * C).to(tl.int32), 0])
             if v is not None:
                 b_v = v_blocks.load([(i_row + i_t * C).to(tl.int32), i_hv * V + i_v])
         else:
             b_kq = tl.load(kq_decayed + i_w * (2 * C * K) + o_kq)
-            b_response = tl.load(response + i_w * (RESPONSE * C) + o_response)
+            b_R = tl.load(response + i_w * (3 * C * C) + o_tt)
+            b_R_rest = tl.load(response + i_w * (3 * C * C) + C * C + o_tt)
+            b_AR = tl.load(response + i_w * (3 * C * C) + 2 * C * C + o_tt) if QUERIES else b_R
             b_rest = tl.load(k_rest + i_w * (C * K) + o_rest)
             if v is not None:
                 b_v = tl.load(v + i_t * C * HV.to(tl.int64) * V + o_tv)
         b_decay = tl.load(decay + i_w * K + o_k)
         store_state(states, state_blocks, i_w, i_v, b_S, V)
-        b_S, b_o = scan_step(b_S, b_kq, b_response, b_rest, b_decay, b_v, unshift, BV, C, VALUES, OUTPUTS)
+        b_S, b_o = scan_step(b_S, b_kq, b_R, b_R_rest, b_AR, b_rest, b_decay, b_v, unshift, BV, C, QUERIES)
         b_o = tl.trans((scale * b_o).to(tl.bfloat16))
         if o_blocks is not None:
             o_blocks.store([(i_row + i_t * C).to(tl.int32), i_hv * V + i_v], b_o)
@@ -202,14 +201,16 @@ def kda_fused_scan_kernel(
         i_o = full * C * HV.to(tl.int64) * V
         m_t = (o_t < rest)[:, None]
         b_kq = tl.load(kq_decayed + i_w * (2 * C * K) + o_kq)
-        b_response = tl.load(response + i_w * (RESPONSE * C) + o_response)
+        b_R = tl.load(response + i_w * (3 * C * C) + o_tt)
+        b_R_rest = tl.load(response + i_w * (3 * C * C) + C * C + o_tt)
+        b_AR = tl.load(response + i_w * (3 * C * C) + 2 * C * C + o_tt) if QUERIES else b_R
         b_rest = tl.load(k_rest + i_w * (C * K) + o_rest)
         b_decay = tl.load(decay + i_w * K + o_k)
         b_v = tl.zeros([C, BV], tl.bfloat16)
         if v is not None:
             b_v = tl.load(v + i_o + o_tv, mask=m_t, other=0.0)
         store_state(states, state_blocks, i_w, i_v, b_S, V)
-        b_S, b_o = scan_step(b_S, b_kq, b_response, b_rest, b_decay, b_v, unshift, BV, C, VALUES, OUTPUTS)
+        b_S, b_o = scan_step(b_S, b_kq, b_R, b_R_rest, b_AR, b_rest, b_decay, b_v, unshift, BV, C, QUERIES)
         if OUTPUTS:
             tl.store(o + i_o + o_tv, tl.trans((scale * b_o).to(tl.bfloat16)), mask=m_t)
     if final_state is not None:

@@ -67,7 +67,7 @@ class _Prepared:
 
     def maps(self) -> tuple[Tensor, Tensor]:
         """(P `[N, most, HV, K, K]`, Q `[N, most, HV, K, V]`); where a sequence has no further piece, P is 1 and Q 0."""
-        P, Q = fused_fwd.maps(self.packed, self.plan, self.made, adjoint=self.factors is not None)
+        P, Q = fused_fwd.maps(self.packed, self.plan, self.made)
         unit = torch.eye(P.shape[-1], dtype=P.dtype, device=P.device)
         return self.pieces.by_sequence(P, unit), self.pieces.by_sequence(Q, 0.0)
 

@@ -15,6 +15,9 @@ from harness.call import keywords
 from harness.problem import Case, Problem, materialise
 from kda import fused, fused_fwd
 from kda.contract import Call
+from oracle.operator import evaluate
+from oracle.rounding import ToFormat
+from oracle.stages import evaluate_chunk
 
 INTERPRETED = triton.knobs.runtime.interpret
 BOTH = pytest.mark.parametrize("route", fused.PRECISION)
@@ -117,6 +120,20 @@ def test_outputs_are_bitwise_causal(route, split, device):
     before, after = outputs(case)["o"], outputs(case, route, **changed)["o"]
     assert differing_bytes(before[:, :split], after[:, :split]) == 0
     assert differing_bytes(before[:, split:], after[:, split:]) > 0
+
+
+@BOTH
+def test_repeated_keys_with_beta_2_lose_nothing_in_the_inverse(route, device):
+    """Of 200 tokens that nothing decays: no further off than twice what rounding the operands alone does."""
+    problem = replace(PLAIN, lengths=(200,), heads=1, k="repeated", l2norm=True, beta="twos", g="zeros")
+    case = materialise(replace(problem, safe_gate=route == fused.SAFE_GATE, initial_state=False), device)
+    exact = evaluate(case.inputs, case.options, gradients=False)
+    formats = {"operand": "bf16", **dict.fromkeys(("intra", "merge", "stored_inverse", "state"), "fp64")}
+    given = {"rounding": ToFormat(), "formats": formats, "gradients": False}
+    ideal = evaluate_chunk(case.inputs, case.options, **given)
+    relative = lambda x, name: float((x.double() - exact[name]).norm() / exact[name].norm())  # noqa: E731
+    errors = {name: (relative(x, name), 2 * relative(ideal[name], name)) for name, x in outputs(case).items()}
+    assert {name: error for name, error in errors.items() if error[0] > error[1]} == {}
 
 
 @BOTH
