@@ -20,7 +20,6 @@ LARGEST = {
 }
 EXPONENT_BITS = 0x7FF0000000000000  # of a float64
 OUTPUT = "output"  # the site of results, which kernels may let overflow
-FEWEST_DRAWN = 8  # scales are drawn for at least so many replicas
 OFFSETS = 65521  # offsets that a site has of its own; a prime, so that they repeat at no stride of a tensor
 FORMAT_OF_DTYPE = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 DTYPE_OF_FORMAT = {fmt: dtype for dtype, fmt in FORMAT_OF_DTYPE.items()}
@@ -133,7 +132,7 @@ class RandomGrids(Rounding):
         self.seed = seed
         self.device = torch.device(device)
         self._take(0, replicas)
-        self._drawn = max(replicas, FEWEST_DRAWN)
+        self._drawn = replicas  # of whatever is drawn for each, by them and by parts of them
         self._overflows: set[str] = set()
         self._uniform: dict[str, torch.Tensor] = {}
         self._offsets: dict[tuple, tuple[torch.Generator, torch.Tensor]] = {}

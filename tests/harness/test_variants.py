@@ -142,3 +142,15 @@ def test_nearly_exact_problems_allow_almost_nothing(size, klass):
     assert verdict.klass == klass
     (verdict,) = judge(case.inputs, case.options, outputs, **wanted)
     assert verdict.klass == "OK"
+
+
+def test_sums_that_cancel_are_not_nearly_exact():
+    """dt_bias's gradient is left of terms forty times as large: fp32 sums of those alone move it by more than that."""
+    dyadic = {"q": "dyadic", "k": "onehot", "v": "ramp", "h0": "dyadic", "do": "dyadic", "dht": "dyadic"}
+    gates = {"gate": "lower_bound", "lower_bound": -5.0, "dt_bias": "zeros", "g": "zeros", "v_first": True}
+    problem = Problem(entry="chunk", lengths=(15,), K=64, V=64, dtype="bf16", **gates, **dyadic, seed=14871)
+    case, route = materialise(problem), own_subject().route("chunk-unbounded", "chunk")
+    outputs = variants.run(route, case, None).outputs
+    given = {"entry": "chunk", "spec": route.judged_by(problem), "near_exact": True}
+    found = {v.quantity: (v.klass, v.statistic) for v in judge(case.inputs, case.options, outputs, **given)}
+    assert found["ddt_bias"][0] == "OK" and found["ddt_bias"][1] != "near_exact"

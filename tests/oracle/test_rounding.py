@@ -165,11 +165,6 @@ def test_replicas_that_are_not_there_are_refused():
         RandomGrids(8).some(3, 9)
 
 
-def test_the_first_replicas_do_not_depend_on_how_many_a_screen_has():
-    x = spread(torch.randn(50, dtype=torch.float64), 8)
-    assert torch.equal(RandomGrids(4, 7).round("a", x[:4], "bf16"), RandomGrids(8, 7).round("a", x, "bf16")[:4])
-
-
 def test_offsets_of_large_tensors_repeat_at_no_stride():
     x = torch.full((2, 4, 2**15), 1.2345678901234, dtype=torch.float64)
     seeds = [s for s in range(20) if RandomGrids(2, s).round("a", x, "bf16")[1].unique().numel() > 1]
