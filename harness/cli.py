@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import (
+    calibrate,
+    calibration,
     check,
     counterexample,
     coverage,
@@ -78,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     beside.add_argument("path", type=Path, help=PATH_HELP)
     beside.add_argument("--subjects", required=True, metavar="NAME,NAME", help="subjects, as for --subject")
     options.add_to_parser(beside, "routes", "device", "seed", "report")
+    calibrate.add_to_parser(
+        command("calibrate", calibrate.run, "count false alarms of correct kernels, and how close they come to limits")
+    )
     bench_command.add_to_parser(command("bench", bench_command.run, "time kernels side by side, each with its error"))
     history.add_to_parser(command("history", history.run, "what got better or worse from run to run, since when"))
     options.add_to_parser(command("routes", _routes, "list the routes of a subject"), "subject")
@@ -118,6 +123,9 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.json:
         results.probe(arguments.json, "json")
     console.print(_setting(results.environment(device)), markup=False, highlight=False)
+    uncalibrated = calibration.missing(device)
+    if uncalibrated:
+        terminal.say(console, uncalibrated, style="yellow")
     budget = arguments.budget or profile.budget
     checks = check.run(
         subject,

@@ -19,6 +19,7 @@ from harness.problem import Problem
 from harness.runner import Checked, Runner
 from harness.subject import load_subject
 from harness.verdict import Verdict
+from oracle.envelope import LIMITS, Limits
 
 TASKS_PER_PROCESS = 12  # a process costs a few seconds to start
 MOST_ON_A_GPU = 8  # contexts that share one device
@@ -47,6 +48,7 @@ class Settings:
     seed: int = 0
     pin_autotune: bool = False
     sanitizer: str | None = None
+    limits: Limits = LIMITS
 
 
 def processes(jobs: int | None, tasks: int, device: str, foreign: bool) -> int:
@@ -80,7 +82,8 @@ def _start(settings: Settings, threads: int) -> None:
     if settings.pin_autotune:
         autotune.pin()
     folder, subject = settings.folder / f"process-{os.getpid()}", load_subject(settings.subject)
-    _runner, _seed = Runner(subject, settings.device, folder, sanitizer=settings.sanitizer), settings.seed
+    more = {"sanitizer": settings.sanitizer, "limits": settings.limits}
+    _runner, _seed = Runner(subject, settings.device, folder, **more), settings.seed
 
 
 def _checked(runner: Runner, job: Job, seed: int) -> Checked:
@@ -164,7 +167,7 @@ class Crew:
 
     def _isolated(self, job: Job) -> Checked:
         """A job that was under way when a process died, in a child whose death is a result."""
-        same = {"pin_autotune": self.settings.pin_autotune, "sanitizer": self.settings.sanitizer}
+        same = {name: getattr(self.settings, name) for name in ("pin_autotune", "sanitizer", "limits")}
         runner = Runner(self.here.subject, self.settings.device, self.settings.folder, isolated=True, **same)
         try:
             return _checked(runner, job, self.settings.seed)

@@ -17,6 +17,7 @@ from harness.results import Finding, form_of
 from harness.subject import Subject
 from harness.variants import VARIANTS, Variant
 from harness.verdict import Verdict, judge, severity, worst
+from oracle.envelope import LIMITS, Limits
 
 SMALL_STEPS = 2e7  # tokens x heads x K x V up to which the oracle is faster on the CPU than a launch per operation
 OF_THE_CALL = ("call", "inputs")  # what a verdict speaks of, beside the quantities; none is a good one
@@ -52,8 +53,9 @@ class Runner:
         pin_autotune: bool = False,
         overlay: Path | None = None,
         sanitizer: str | None = None,
+        limits: Limits = LIMITS,
     ):
-        self.subject, self.device = subject, device
+        self.subject, self.device, self.limits = subject, device, limits
         self._made: tuple[tuple[Problem, str], Case] | None = None
         self.poisoned = False  # an illegal access in this process: no later result on the GPU means anything
         self.child = None
@@ -201,6 +203,7 @@ class Runner:
             spec=route.judged_by(problem),
             quantities=wanted,
             seed=seed,
+            limits=self.limits,
             near_exact=problem.k == "onehot",
         )
 
