@@ -24,7 +24,9 @@ __all__ = ["SEVERITY", "Census", "Verdict", "Wrong", "judge", "severity", "worst
 STATE_STEPS = {"cpu": 4e9, "cuda": 2e9}  # replicas x tokens x heads x K x V that are judged; see NOTE [Heads judged]
 PART_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}  # replicas x tokens x heads x width of one part: bounds memory
 FIRST_LOOK = {"cpu": 2**17, "cuda": 2**24}  # elements of the largest tensors of a screen from which a first look pays
-CHUNK_WEIGHT = 8  # an element of the chunkwise algorithm, whose autograd keeps pairwise decays: measured 1.3 kB
+# What the chunkwise algorithm, whose autograd keeps pairwise decays and a dozen states of every chunk, takes in units of
+# 160 bytes: for an element of a row, and for one of a state. Measured: 1.3 kB at 64 tokens a chunk, 94 GiB at 16.
+ROW_WEIGHT, STATE_WEIGHT = 2, 3
 
 
 def judge(
@@ -152,7 +154,10 @@ class _Case:
         """(state steps, weighted elements of a tensor) of one query head."""
         x, tokens = self.inputs, replicas * sum(self.call.layout.lengths) * self.call.heads.group
         K, V = self.call.heads.K, 1 if self.call.entry == "gate" else x["v"].shape[-1]
-        width = max(K, V) * (CHUNK_WEIGHT if self.call.spec.algorithm == "chunk" else 1)
+        width = max(K, V)
+        if self.call.spec.algorithm == "chunk":
+            chunk = self.call.spec.chunk or self.call.options.chunk_size
+            width = ROW_WEIGHT * width + STATE_WEIGHT * K * V / chunk
         return max(1.0, float(tokens * K * V)), max(1.0, float(tokens * width))
 
     def _budget(self, budgets: Mapping[str, float]) -> float:

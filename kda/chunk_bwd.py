@@ -20,6 +20,7 @@ from kda.contract import DIFFERENTIABLE, SAFE_BOUND, Call
 from kda.gate import dense, gate_backward
 from kda.once import once_differentiable
 from kda.precision import OUTPUTS, PrecisionSpec
+from kda.sums import sum_tiles
 from kda.wy_fast import kda_wy_bwd_kernel
 
 
@@ -82,7 +83,7 @@ def backward(
         "k": query_gradient(call, plan.route, dk[None], call.k),
         "v": dv,
         "g": dg,
-        "beta": beta_gradient(call, dbeta.sum(0)),
+        "beta": beta_gradient(call, sum_tiles(dbeta)),
         "A_log": dA_log,
         "dt_bias": ddt_bias,
         "initial_state": dh0,

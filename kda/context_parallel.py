@@ -14,6 +14,7 @@ from kda.contract import Call, refuse
 from kda.gate import dense
 from kda.once import once_differentiable
 from kda.segments import chain, chain_back, identities
+from kda.sums import sum_tiles
 
 # NOTE [States between ranks]
 # Ranks hold the tokens of a batch one after the other, so that at most one sequence (or, unpacked, each row of the
@@ -215,7 +216,7 @@ class _Share:
             dht[self._going] += chain_back(transitions[:, r + 1 :], own[:, r + 1 :], torch.zeros_like(own[:, 0]))[:, 0]
             found = self._gradients(inner, do, dht)
         for name in (name for name, x in wider.items() if x is not None):
-            total = self._gathered(found[name][None])[0].sum(0)
+            total = sum_tiles(self._gathered(found[name][None])[0])
             found[name] = total.to(getattr(call, name).dtype)
         if call.initial_state is None:
             return {**found, "initial_state": None}

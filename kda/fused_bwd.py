@@ -22,6 +22,7 @@ from kda.fused_fwd import (
 )
 from kda.fused_scan_bwd import kda_fused_scan_bwd_kernel
 from kda.gate import dense
+from kda.sums import sum_slots
 
 # By K, as those of the forward pass.
 REVERSE = {64: Tile(64, 4, 5, 3), 128: Tile(64, 4, 5, 3), 256: Tile(64, 8, 3, 2)}
@@ -133,6 +134,6 @@ def _chunks(
     launch(plan, kda_fused_chunk_bwd_kernel, programs, *inputs, *between, *results, *tables, *sizes, **words)
     if shared:
         dq, dk = (query_gradient(call, plan.route, part[None], x) for part, x in ((dq, call.q), (dk, call.k)))
-    dA_log = None if dA_log is None else dA_log.sum((0, -1)).to(call.A_log.dtype)
-    ddt_bias = None if ddt_bias is None else ddt_bias.sum(0).flatten().to(call.dt_bias.dtype)
+    dA_log = None if dA_log is None else sum_slots(plan.route, dA_log, total=True).to(call.A_log.dtype)
+    ddt_bias = None if ddt_bias is None else sum_slots(plan.route, ddt_bias).flatten().to(call.dt_bias.dtype)
     return dq, dk, dg, dbeta, dA_log, ddt_bias

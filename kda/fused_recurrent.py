@@ -14,6 +14,7 @@ from kda.gate import dense, gate_backward
 from kda.once import once_differentiable
 from kda.precision import OUTPUTS, PrecisionSpec
 from kda.recurrent_kernels import kda_recurrent_bwd_kernel, kda_recurrent_fwd_kernel
+from kda.sums import sum_tiles
 
 ROUTE = "recurrent"
 BACKWARD_PROGRAMS = 1024  # bounds the workspace: 64 states each
@@ -159,7 +160,7 @@ def _recurrent_backward(call: Call, h: Tensor, do: Tensor, dht: Tensor | None) -
         "q": query_gradient(call, ROUTE, dq, call.q),
         "k": query_gradient(call, ROUTE, dk, call.k),
         "v": dv,
-        "beta": beta_gradient(call, dbeta.sum(0)),
+        "beta": beta_gradient(call, sum_tiles(dbeta)),
         "initial_state": dh0,
         "A_log": None,
         "dt_bias": None,

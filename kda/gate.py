@@ -8,6 +8,7 @@ from kda import contract, ops, record, registry
 from kda.fp32_math import exp, log1p_exp_neg, sigmoid
 from kda.once import once_differentiable
 from kda.precision import PrecisionSpec
+from kda.sums import sum_slots
 
 BLOCK_TOKENS = 32  # tokens per partial sum of dA_log and ddt_bias; part of the numerics, so it never depends on sizes
 
@@ -225,10 +226,10 @@ def gate_backward(g, A_log, dt_bias, lower_bound, dy, route: str = "gate"):
         record.note(route, "kda_gate_bwd_kernel", BT=BLOCK_TOKENS, BK=constants["BK"])
         kda_gate_bwd_kernel[grid](g, A_log, dt_bias, dy, dg, dA, dbias, lower_bound or 0.0, B * T, HV, K, **constants)
     if A_log is not None:
-        scaled, plain = dA.sum(0).unbind(-1)
+        scaled, plain = sum_slots(route, dA).unbind(-1)
         dA = (A_log.float().exp() * scaled + plain).to(A_log.dtype)
     if dt_bias is not None:
-        dbias = dbias.sum(0).flatten().to(dt_bias.dtype)
+        dbias = sum_slots(route, dbias).flatten().to(dt_bias.dtype)
     return dg, dA, dbias
 
 

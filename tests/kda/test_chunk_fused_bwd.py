@@ -74,6 +74,7 @@ def test_the_record_has_the_kernels_of_the_backward_pass(route, device):
     assert [launch.kernel for launch in launches] == [
         *("kda_fused_prep_kernel", "kda_fused_scan_kernel") * 2,
         *("kda_fused_scan_bwd_kernel", "kda_fused_chunk_bwd_kernel"),
+        *["kda_sum_slots_kernel"] * 2,
     ]
 
 
