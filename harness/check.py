@@ -5,7 +5,7 @@ import functools
 import itertools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from harness.crew import Crew, Job, Settings, processes
 from harness.diagnose import diagnose
 from harness.families import FAMILIES, Family
 from harness.fitting import drawn_for, fitted
+from harness.fleet import Replay
 from harness.isolate import StorageError
 from harness.journal import Journal
 from harness.minimise import minimise
@@ -35,6 +36,7 @@ from harness.variants import in_turn
 
 BOTH_ENTRIES = ("generic", "ragged")  # families that ask a route for both of its entries
 REPEAT_EVERY = 4  # of the problems on a route, this share is run twice and compared bit by bit
+REPLAYED = "replayed"  # in the place of a family: problems that some runner has found
 FINDINGS_SHRUNK = 12  # distinct failures of a run that are worth shrinking
 
 
@@ -45,6 +47,7 @@ class Task:
     problem: Problem
     required: bool
     large: bool = False  # needs crew.LARGE_BYTES of a GPU's memory
+    form: str = ""  # of the call, that the problem has failed in before
 
 
 @dataclass
@@ -121,6 +124,13 @@ def plan(
     rounds = max(map(len, queues), default=0)
     ordered = [queue[i] for i in range(rounds) for queue in queues if i < len(queue)]
     return sorted(ordered, key=lambda task: (task.large, not task.required))
+
+
+def replayed(documents: Iterable[str], shape: Shape | None = None) -> list[Task]:
+    """The tasks of what a fleet has found before, each once; large ones where they were given."""
+    replays = map(Replay.of, documents)
+    tasks = (Task(replay.route, REPLAYED, replay.problem, True, form=replay.form) for replay in replays)
+    return list(dict.fromkeys(_held_to(shape, task) for task in tasks))
 
 
 def _asked(subject: Subject, route: Route, family: Family, device: str) -> bool:
@@ -249,7 +259,9 @@ def _jobs(subject: Subject, tasks: list[Task]) -> list[Job]:
     for index, task in enumerate(tasks):
         forms = in_turn(subject.route(task.route, task.problem.entry), task.problem, turns[task.route])
         turns[task.route] += 1
-        jobs.append(Job(task.route, task.problem, index % REPEAT_EVERY == 0, task.large, forms))
+        forms += (task.form,) if task.form and task.form not in forms else ()
+        again = index % REPEAT_EVERY == 0 or task.family == REPLAYED
+        jobs.append(Job(task.route, task.problem, again, task.large, forms))
     return jobs
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.database import ExampleDatabase
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,15 @@ PROFILES = {
 EXAMPLES = {"dev": 15, "ci": 15, "sweep": 200, "nightly": 2000}
 
 
-def register() -> None:
+def register(database: ExampleDatabase | None = None) -> None:
     """Make the profiles known to Hypothesis under the same names; ci draws the same problems every time and keeps no
-    database.
+    database, the others use `database` or Hypothesis's own.
     """
     common = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
+    common |= {} if database is None else {"database": database}
     for name, examples in EXAMPLES.items():
         stable = {"derandomize": True, "database": None} if name == "ci" else {}
-        settings.register_profile(name, max_examples=examples, **common, **stable)
+        settings.register_profile(name, max_examples=examples, **{**common, **stable})
 
 
 def drawing(count: int) -> settings:
