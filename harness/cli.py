@@ -21,6 +21,7 @@ from harness import (
     doctor,
     fleet,
     history,
+    interrupts,
     journal,
     options,
     profiles,
@@ -37,6 +38,7 @@ from harness.subject import Subject, load_subject
 from harness.terminal import FINDING, INCOMPLETE, OK, USAGE
 from harness.verdict import SEVERITY
 
+_ALL = options.Shard(1, 1)
 PATH_HELP = "a problem.json, or the folder that holds it"
 
 
@@ -134,28 +136,42 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
     if replays:
         terminal.say(console, f"first, {len(replays)} problems that failed before")
     budget = arguments.budget or profile.budget
-    checks = check.run(
-        subject,
-        tasks,
-        report,
-        device=device,
-        budget=budget,
-        seed=arguments.seed,
-        shrink_seconds=min(profile.shrink_seconds, budget / 4),
-        console=console,
-        pin_autotune=arguments.pin_autotune,
-        sanitizer=arguments.sanitizer,
-        shape=arguments.shape,
-        jobs=arguments.jobs,
-        journal=record,
-    )
-    known.close()
-    _print_checks(checks, subject, console)
-    if profile.name in ("sweep", "nightly"):
-        _print_coverage(checks, tasks, console)
+    # The machines of a fleet draw problems of their own.
+    drawn = (profile, arguments.routes, arguments.families, device, arguments.seed + (arguments.shard or _ALL).index)
+    with interrupts.handled() as stop:
+        checks = check.run(
+            subject,
+            tasks,
+            report,
+            device=device,
+            budget=budget,
+            seed=arguments.seed,
+            shrink_seconds=min(profile.shrink_seconds, budget / 4),
+            console=console,
+            pin_autotune=arguments.pin_autotune,
+            sanitizer=arguments.sanitizer,
+            shape=arguments.shape,
+            jobs=arguments.jobs,
+            journal=record,
+            drivers=check.searches(subject, *drawn, arguments.shape),
+        )
+        stop.finishing()
+        known.close()
+        _print_checks(checks, subject, console)
+        if profile.name in ("sweep", "nightly"):
+            _print_coverage(checks, tasks, console)
+        return _finished(
+            checks, report, check.summary(checks, subject, device, arguments.seed), arguments.json, console
+        )
+
+
+def _finished(
+    checks: check.Checks, report: Report, document: dict[str, object], extra: Path | None, console: Console
+) -> int:
+    """Write the results of a run; its exit status."""
     status = checks.exit_status()
     try:
-        report.finish(check.summary(checks, subject, device, arguments.seed), arguments.json)
+        report.finish(document, extra)
     except StorageError as error:
         print(f"kda: {error}", file=sys.stderr)
         status = status or INCOMPLETE

@@ -1,0 +1,40 @@
+"""Authority on Ctrl-C during a long run: the first one ends the checking, the second one spoils nothing."""
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+
+class Interrupts:
+    """What the next Ctrl-C does: it stops the work, or, while results are written, is put off once."""
+
+    def __init__(self):
+        self._stopping, self._told = False, False
+
+    def finishing(self) -> None:
+        """From here on results are written."""
+        self._stopping = True
+
+    def __call__(self, signum: int, frame: object) -> None:
+        if self._stopping and not self._told:
+            self._told = True
+            print("kda: stopping; results are being written (once more to leave without them)", file=sys.stderr)
+            return
+        self._stopping = True
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def handled() -> Iterator[Interrupts]:
+    """Inside the block Ctrl-C is handled so; nothing changes outside the main thread, which never gets one."""
+    handler = Interrupts()
+    if threading.current_thread() is not threading.main_thread():
+        yield handler
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield handler
+    finally:
+        signal.signal(signal.SIGINT, before)
