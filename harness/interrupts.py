@@ -1,10 +1,12 @@
 """Authority on Ctrl-C during a long run: the first one ends the checking, the second one spoils nothing."""
 
 import contextlib
+import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
+
+SAID = b"kda: stopping; results are being written (once more to leave without them)\n"
 
 
 class Interrupts:
@@ -20,7 +22,7 @@ class Interrupts:
     def __call__(self, signum: int, frame: object) -> None:
         if self._stopping and not self._told:
             self._told = True
-            print("kda: stopping; results are being written (once more to leave without them)", file=sys.stderr)
+            os.write(2, SAID)  # print is not to be entered twice
             return
         self._stopping = True
         raise KeyboardInterrupt

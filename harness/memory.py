@@ -2,13 +2,14 @@
 whether calls keep some of it.
 """
 
+import atexit
 import ctypes
 import gc
 import math
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from harness.workers import SHARED, share_of_gpu
 
 REPEATS = 12  # calls that must all keep memory; caches by argument hold fewer entries than that
 # Bytes that are worth a look. On the CPU Python's own objects are counted too, and a few of them always come and go.
-LEAST = {"cpu": 2**14, "cuda": 1}
+LEAST = {"cpu": 2**8, "cuda": 1}
 BLOCK = 512  # to which torch rounds allocations on a GPU
 _MIB = 2**20
 _ASKED = re.compile(r"(?:tried to allocate|unable to allocate) ([\d.]+ \w+)", re.IGNORECASE)
@@ -97,38 +98,35 @@ def _held(outputs: Iterable[Tensor]) -> int:
     return sum(math.ceil(size / BLOCK) * BLOCK for size in storages.values())
 
 
-@dataclass(frozen=True)
-class _Growth:
-    device: str
-
-    @property
-    def least(self) -> int:
-        return LEAST["cpu" if self.device == "cpu" else "cuda"]
-
-    def of(self, call: Callable[[], object]) -> int:
-        """Bytes that are in use after a call, its results dropped, and were not before."""
-        gc.collect()
-        before = in_use(self.device)
-        call()
-        gc.collect()
-        return in_use(self.device) - before
-
-
 def watched(call: Callable[[], Run], device: str) -> Run:
     """The result of a call that has been made before, with an offence if each further one keeps memory.
 
-    Only if this one seems to keep some are the others made.
+    Only if this one seems to keep some are others made, until one does not.
     """
-    growth = _Growth(device)
+    least = LEAST["cpu" if device == "cpu" else "cuda"]
     before = in_use(device)
     done = call()
-    if in_use(device) - before - _held(done.outputs.values()) < growth.least:
+    if in_use(device) - before - _held(done.outputs.values()) < least:
         return done
-    kept = 0
+    first = before = _settled(device)
     for _ in range(REPEATS):
-        more = growth.of(call)
-        if more < growth.least:
+        call()
+        now = _settled(device)
+        if now - before < least:
             return done
-        kept += more
-    said = f"each of {REPEATS} calls with the same arguments kept memory, {kept // REPEATS} bytes a call"
+        before = now
+    said = f"each of {REPEATS} calls with the same arguments kept memory, {(before - first) // REPEATS} bytes a call"
     return replace(done, offences=(*done.offences, Offence("memory", "leak", said)))
+
+
+def loaded() -> None:
+    """What this process has now stays: looking for garbage, which takes a tenth of a second otherwise, passes it by."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or libraries complain of what they think has leaked
+
+
+def _settled(device: str) -> int:
+    """Bytes in use without what is only waiting to be collected."""
+    gc.collect()
+    return in_use(device)

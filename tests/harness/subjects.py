@@ -57,7 +57,7 @@ def _abort(**kwargs):
 
 def _greedy(**kwargs):
     """More memory than there is, in one piece."""
-    return torch.empty(2**50)
+    return torch.empty(2**50, device=kwargs["q"].device)
 
 
 def _hungry(**kwargs):
@@ -92,11 +92,25 @@ def _untidy(**kwargs):
     return out
 
 
+def _other_stream(**kwargs):
+    out = _right(**kwargs)
+    torch.cuda.set_stream(torch.cuda.Stream())
+    return out
+
+
+def _illegal_on_two_heads(**kwargs):
+    """An assertion on the device, after which its context is lost."""
+    q = kwargs["q"]
+    return q.flatten()[q.new_full((1,), 2**40, dtype=torch.int64)] if q.shape[2] == 2 else _right(**kwargs)
+
+
 def _overruns(**kwargs):
     """One element behind v."""
     out = _right(**kwargs)
     v = kwargs["v"].detach()
-    behind = torch.empty(0, dtype=v.dtype).set_(v.untyped_storage(), v.storage_offset() + v.numel(), (1,), (1,))
+    behind = torch.empty(0, dtype=v.dtype, device=v.device).set_(
+        v.untyped_storage(), v.storage_offset() + v.numel(), (1,), (1,)
+    )
     behind.fill_(7)
     return out
 
@@ -183,6 +197,8 @@ FUNCTIONS = (
     _hoards,
     _caches,
     _untidy,
+    _other_stream,
+    _illegal_on_two_heads,
     _overruns,
     _writes_into_gaps,
     _hang,

@@ -161,7 +161,7 @@ def test_a_sweep_searches_and_goes_on_where_it_was(sweep, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_control_c_leaves_results(sweep, tmp_path, monkeypatch, capsys, times):
+def test_control_c_leaves_results(sweep, tmp_path, monkeypatch, capfd, times):
     """The first one while a problem is journalled, the second one while results are written."""
     journalled, finished = Journal.add, Report.finish
 
@@ -177,7 +177,7 @@ def test_control_c_leaves_results(sweep, tmp_path, monkeypatch, capsys, times):
     monkeypatch.setattr(Journal, "add", add)
     monkeypatch.setattr(Report, "finish", finish)
     status, document = sweep()
-    said = capsys.readouterr()
+    said = capfd.readouterr()
     assert (status, document["coverage"]["checked"]) == (3, 1)
     assert "interrupted; what was found is kept" in said.out
     assert ("results are being written" in said.err) == (times == 2)

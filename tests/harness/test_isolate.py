@@ -14,6 +14,7 @@ from harness.subject import load_subject
 PROBLEM = Problem(entry="chunk", lengths=(5,), K=4, V=4, k="unit", v="gauss", g="mild", beta="uniform")
 ROUTE = "chunk-unbounded"
 WIDE = replace(PROBLEM, lengths=(64,), V=128)  # an o of 32 KiB
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ALLOWED = 2**29  # bytes for the calls of a child
 
 
@@ -21,10 +22,10 @@ ALLOWED = 2**29  # bytes for the calls of a child
 def run(tmp_path):
     runners = []
 
-    def check(subject: str, problem: Problem = PROBLEM, **how: object):
+    def check(subject: str, problem: Problem = PROBLEM, device: str = "cpu", **how: object):
         if not runners:
             loaded = load_subject(f"tests.harness.subjects:{subject}")
-            runners.append(Runner(loaded, "cpu", tmp_path, timeouts=(60.0, 60.0), memory_bytes=ALLOWED))
+            runners.append(Runner(loaded, device, tmp_path, timeouts=(60.0, 60.0), memory_bytes=ALLOWED))
         return runners[0].check(ROUTE, problem, **how).verdicts
 
     yield check
@@ -121,7 +122,7 @@ def test_memory_that_each_call_keeps_is_a_bug(run):
     ((*what, message),) = offences(run("hoards", WIDE, repeat=True, only=""))
     assert what == ["memory", "BUG", "leak"]
     kept = int(message.rpartition(", ")[2].split()[0])
-    assert message.startswith("each of 12 calls") and 2**15 <= kept < 2**15 + 4096
+    assert message.startswith("each of 12 calls") and 2**15 <= kept < 2**15 + 1024
 
 
 @pytest.mark.parametrize("subject", ["right", "caches"])
@@ -174,3 +175,28 @@ def test_settings_are_put_back_after_an_error_too():
     with process_state.watched(torch.device("cpu")) as state:
         torch.manual_seed(3)
     assert state.changes == []
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "subject, what, said",
+    [
+        ("hoards", ("memory", "BUG", "leak"), "32768 bytes a call"),
+        ("greedy", ("call", "CRASH", "out_of_memory"), "GiB asked for, 512 MiB allowed"),
+        ("other_stream", ("process", "BUG", "device_state"), "current stream is "),
+        ("overruns", ("bands", "BUG", "guard_band"), "wrote 4 bytes behind argument v, the first 0 bytes away"),
+    ],
+    ids=["leak", "memory", "stream", "bands"],
+)
+def test_on_a_gpu_too(run, subject, what, said):
+    ((*found, message),) = offences(run(subject, WIDE, "cuda", repeat=True, only=""))
+    assert (tuple(found), said in message) == (what, True), message
+
+
+@needs_gpu
+def test_a_lost_context_is_a_crash_and_the_next_call_has_another(run):
+    assert offences(run("illegal_on_two_heads", PROBLEM, "cuda", only="")) == []
+    (lost,) = run("illegal_on_two_heads", replace(PROBLEM, heads=2), "cuda")
+    assert (lost.klass, lost.statistic) == ("CRASH", "illegal_access")
+    assert lost.message.startswith("the CUDA context is lost: ")
+    assert offences(run("illegal_on_two_heads", PROBLEM, "cuda", only="")) == []
