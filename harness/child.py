@@ -65,7 +65,6 @@ def main(subject_name: str, device: str, search_path: str, pin_autotune: str, me
     if pin_autotune == "1":
         autotune.pin()
     subject = load_subject(subject_name)
-    memory.loaded()
     allowed = memory.limit(device, int(memory_bytes) if memory_bytes else None)
     print(json.dumps({"status": "ready", "allowed": allowed}), file=channel)
     for line in sys.stdin:
