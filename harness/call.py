@@ -4,13 +4,13 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
 
-from harness.bits import differing_bytes
+from harness import bands, process_state
 from harness.problem import OFFSETS, Case, Problem
 from kda.precision import PrecisionSpec
 from kda.registry import NoRoute
@@ -70,6 +70,15 @@ class Route:
         return wanted if self.differentiable else frozenset(name for name in wanted if not name.startswith("d"))
 
 
+@dataclass(frozen=True)
+class Offence:
+    """What a call did beside returning results: to what ("bands", "process", "memory"), the name of it, in words."""
+
+    quantity: str
+    statistic: str
+    message: str
+
+
 @dataclass
 class Run:
     """What a call returned: outputs by quantity.
@@ -83,6 +92,7 @@ class Run:
     compile_seconds: float = 0.0
     modified: tuple[str, ...] = ()
     peak_bytes: int = 0
+    offences: tuple[Offence, ...] = ()
 
 
 def keywords(case: Case, entry: str) -> dict[str, object]:
@@ -134,34 +144,42 @@ def compile_clock() -> Iterator[CompileClock]:
 
 
 def call(route: Route, case: Case) -> Run:
-    """Run a problem on a route, forward and, if the problem has a loss, backward."""
+    """Run a problem on a route, forward and, if the problem has a loss, backward.
+
+    The tensors of the case are not what the route gets, but copies between guard bands.
+    """
     reason = route.lacks(case.problem)
     if reason:
         raise NotCovered(reason)
     gradients = case.problem.gradients and route.differentiable
-    before = {name: None if x is None else x.clone() for name, x in case.inputs.items()}
+    banded = [bands.embed(name, x) for name, x in case.inputs.items() if x is not None]
+    case = replace(case, inputs={**case.inputs, **{one.name: one.tensor for one in banded}})
     leaves = {
         name: case.inputs[name].detach().requires_grad_(gradients)
         for name in DIFFERENTIABLE
         if case.inputs.get(name) is not None
     }
-    cuda = case.inputs["g"].is_cuda
-    if cuda:
+    device = case.inputs["g"].device
+    if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         resting = torch.cuda.memory_allocated()
-    started = time.perf_counter()
-    with route.context() as launches, compile_clock() as compiling:
-        outputs = _forward_backward(route, case, leaves, gradients)
-    if cuda:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
+    with process_state.watched(device) as state:
+        started = time.perf_counter()
+        with route.context() as launches, compile_clock() as compiling:
+            outputs = _forward_backward(route, case, leaves, gradients)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
     if launches is not None and case.inputs["g"].numel() and {launch.route for launch in launches} != {route.id}:
         ran = ", ".join(sorted({launch.route for launch in launches})) or "nothing"
         raise RouteDidNotRun(f"route {route.id} was forced, and the launch record shows {ran}")
-    peak = torch.cuda.max_memory_allocated() - resting if cuda else 0
-    modified = tuple(name for name, x in before.items() if x is not None and differing_bytes(x, case.inputs[name]))
-    return Run(outputs, seconds, compiling.seconds, modified, peak)
+    peak = torch.cuda.max_memory_allocated() - resting if device.type == "cuda" else 0
+    touched = bands.touched(banded)
+    modified = tuple(one.name for one in touched if one.modified())
+    offences = [Offence("bands", "guard_band", said) for said in (one.overrun() for one in touched) if said]
+    offences += [Offence("process", "device_state", "; ".join(state.changes))] if state.changes else []
+    return Run(outputs, seconds, compiling.seconds, modified, peak, tuple(offences))
 
 
 def stages_of(route: Route, case: Case) -> Run:

@@ -5,7 +5,7 @@ import functools
 import itertools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,8 +17,10 @@ from harness import coverage, results
 from harness.call import Route
 from harness.crew import Crew, Job, Settings, processes
 from harness.diagnose import diagnose
+from harness.driven import Driver, driven
 from harness.families import FAMILIES, Family
 from harness.fitting import drawn_for, fitted
+from harness.fleet import Replay
 from harness.isolate import StorageError
 from harness.journal import Journal
 from harness.minimise import minimise
@@ -35,6 +37,8 @@ from harness.variants import in_turn
 
 BOTH_ENTRIES = ("generic", "ragged")  # families that ask a route for both of its entries
 REPEAT_EVERY = 4  # of the problems on a route, this share is run twice and compared bit by bit
+REPLAYED = "replayed"  # in the place of a family: problems that some runner has found
+UNPROVEN_SHOWN = 100
 FINDINGS_SHRUNK = 12  # distinct failures of a run that are worth shrinking
 
 
@@ -45,6 +49,7 @@ class Task:
     problem: Problem
     required: bool
     large: bool = False  # needs crew.LARGE_BYTES of a GPU's memory
+    form: str = ""  # of the call, that the problem has failed in before
 
 
 @dataclass
@@ -75,7 +80,7 @@ class Checks:
             if verdict.klass == "NOT_COVERED" and verdict.quantity == "call":
                 self.not_covered[f"{task.route} {task.family}"] = verdict.message
                 self.skipped += 1
-                if not checked.proven:
+                if not checked.proven and len(self.unproven) < UNPROVEN_SHOWN:
                     self.unproven.append(verdict.message)
                 continue
             key = (task.route, verdict.quantity, task.family)
@@ -123,6 +128,13 @@ def plan(
     return sorted(ordered, key=lambda task: (task.large, not task.required))
 
 
+def replayed(documents: Iterable[str], shape: Shape | None = None) -> list[Task]:
+    """The tasks of what a fleet has found before, each once; large ones where they were given."""
+    replays = map(Replay.of, documents)
+    tasks = (Task(replay.route, REPLAYED, replay.problem, True, form=replay.form) for replay in replays)
+    return list(dict.fromkeys(_held_to(shape, task) for task in tasks))
+
+
 def _asked(subject: Subject, route: Route, family: Family, device: str) -> bool:
     """Whether a family has something to ask of a route there.
 
@@ -153,12 +165,42 @@ def tasks_of(
         if problem is not None:
             yield Task(route, family.name, nearest(problem), True, family.gpu_only)
     if not family.gpu_only:
-        for drawn in draw(
-            family, drawn_for(entry), profile.generated * family.weight, seed, 66 if device != "cpu" else 34
-        ):
-            problem = fitted(drawn, route, entry)
-            if problem is not None:
-                yield Task(route, family.name, nearest(problem), False)
+        for drawn in draw(family, drawn_for(entry), profile.generated * family.weight, seed, _longest(device)):
+            task = _drawn(route, entry, family, nearest, drawn)
+            if task is not None:
+                yield task
+
+
+def _drawn(
+    route: str, entry: str, family: Family, nearest: Callable[[Problem], Problem], drawn: Problem
+) -> Task | None:
+    problem = fitted(drawn, route, entry)
+    return None if problem is None else Task(route, family.name, nearest(problem), False)
+
+
+def searches(
+    subject: Subject, profile: Profile, routes: str, families: str, device: str, seed: int, shape: Shape | None = None
+) -> dict[tuple[str, str, str], Driver[Task]]:
+    """A search of each family on each route that draws problems, by (route, entry, family); none in short profiles."""
+    made: dict[tuple[str, str, str], Driver[Task]] = {}
+    for route in subject.routes if profile.driven else ():
+        for family in FAMILIES:
+            asked = fnmatch.fnmatch(route.id, routes) and fnmatch.fnmatch(family.name, families)
+            if not asked or family.gpu_only or not _asked(subject, route, family, device):
+                continue
+
+            def task_of(drawn: Problem, route: Route = route, family: Family = family) -> Task | None:
+                task = _drawn(route.id, route.entry, family, route.nearest, drawn)
+                return None if task is None else _held_to(shape, task)
+
+            strategy = problems(family, drawn_for(route.entry), _longest(device))
+            made[route.id, route.entry, family.name] = Driver(strategy, task_of, profile.driven * family.weight, seed)
+    return made
+
+
+def _longest(device: str) -> int:
+    """Tokens of a generated sequence."""
+    return 66 if device != "cpu" else 34
 
 
 def _held_to(shape: Shape | None, task: Task) -> Task:
@@ -200,8 +242,10 @@ def run(
     shape: Shape | None = None,
     jobs: int | None = 1,
     journal: Journal | None = None,
+    drivers: Mapping[tuple[str, str, str], Driver[Task]] | None = None,
 ) -> Checks:
-    """Work through the tasks until the budget is spent, `jobs` at a time; an interrupt keeps what was found.
+    """Work through the tasks until the budget is spent, `jobs` at a time, then through what the `drivers` make, by
+    (route, entry, family); an interrupt keeps what was found.
 
     What the journal has done already counts, and is not done again.
     """
@@ -214,20 +258,30 @@ def run(
     past = journal.past if journal else []
     fresh = crew.check(_jobs(subject, tasks)[len(past) :], left)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+
+    def settle(task: Task, checked: Checked) -> None:
+        progress.update(bar, description=f"{task.route} {task.family}", total=max(len(tasks), checks.done + 1))
+        checks.record(task, checked)
+        for finding in _findings(task, checked):
+            key = (finding.route, finding.quantity, finding.klass, task.family)
+            if key not in checks.findings:
+                checks.findings[key] = report.save(finding)
+        progress.advance(bar)
+
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task("checking", total=len(tasks))
             for task, checked in zip(tasks, itertools.chain(past, fresh)):
-                progress.update(bar, description=f"{task.route} {task.family}")
                 new = checks.done >= len(past)
-                checks.record(task, checked)
-                for finding in _findings(task, checked):
-                    key = (finding.route, finding.quantity, finding.klass, task.family)
-                    if key not in checks.findings:
-                        checks.findings[key] = report.save(finding)
+                settle(task, checked)
                 if journal and new:
                     journal.add(checked)
-                progress.advance(bar)
+            if checks.done == len(tasks):
+                for task, checked in _driven(subject, crew, checks, drivers or {}, left, journal):
+                    checks.planned += 1
+                    settle(task, checked)
+                    if journal and journal.known(task) is None:
+                        journal.add(checked, task.family)
         checks.required_left = sum(task.required for task in tasks[checks.done :])
         crew.close()
         if runner.poisoned:
@@ -242,14 +296,48 @@ def run(
     return checks
 
 
-def _jobs(subject: Subject, tasks: list[Task]) -> list[Job]:
-    """Each problem is run in one other form too: of the variants that apply, on each route the next in turn."""
+def _driven(
+    subject: Subject,
+    crew: Crew,
+    checks: Checks,
+    drivers: Mapping[tuple[str, str, str], Driver[Task]],
+    left: Callable[[], bool],
+    journal: Journal | None,
+) -> Iterator[tuple[Task, Checked]]:
+    """What the drivers make, those first whose family came closest to a limit; what the journal knows is not run."""
+    ratios: dict[tuple[str, str], float] = defaultdict(float)
+    for row in checks.rows.values():
+        if row.klass == "OK":
+            ratios[row.route, row.family] = max(ratios[row.route, row.family], row.worst_ratio)
     turns: Counter[str] = Counter()
+
+    def check(tasks: list[Task]) -> Iterator[Checked]:
+        known = [journal.known(task) if journal else None for task in tasks]
+        new = [task for task, before in zip(tasks, known) if before is None]
+        fresh = crew.check(_jobs(subject, new, turns), left)
+        for before in known:
+            checked = before or next(fresh, None)
+            if checked is None:
+                return
+            yield checked
+
+    closest = sorted(drivers, key=lambda key: -ratios[key[0], key[2]])
+    yield from driven((drivers[key] for key in closest), 2 * crew.count, check)
+
+
+def _jobs(subject: Subject, tasks: list[Task], turns: Counter[str] | None = None) -> list[Job]:
+    """Each problem is run in one other form too: of the variants that apply, on each route the next in turn.
+
+    `turns` counts the jobs of each route so far.
+    """
+    turns = Counter() if turns is None else turns
     jobs = []
-    for index, task in enumerate(tasks):
+    for task in tasks:
+        again = turns.total() % REPEAT_EVERY == 0 or task.family == REPLAYED
         forms = in_turn(subject.route(task.route, task.problem.entry), task.problem, turns[task.route])
         turns[task.route] += 1
-        jobs.append(Job(task.route, task.problem, index % REPEAT_EVERY == 0, task.large, forms))
+        forms += (task.form,) if task.form and task.form not in forms else ()
+        jobs.append(Job(task.route, task.problem, again, task.large, forms))
     return jobs
 
 

@@ -1,5 +1,6 @@
 """The child process of `isolate`: runs one subject's calls, answers over a pipe; what kills it kills only it."""
 
+import dataclasses
 import faulthandler
 import json
 import os
@@ -9,7 +10,7 @@ import traceback
 import torch
 from safetensors.torch import save_file
 
-from harness import autotune, interpreter
+from harness import autotune, interpreter, memory
 from harness.call import NotCovered, RouteDidNotRun, stages_of
 from harness.isolate import context_is_lost
 from harness.orphans import end_with_parent
@@ -27,7 +28,11 @@ def answer(request: dict, device: str, subject) -> dict:
     route = subject.route(request["route"], problem.entry)
     case = materialise(problem, device)
     try:
-        done = stages_of(route, case) if request["stages"] else run(route, case, VARIANTS.get(request["variant"]))
+        call = lambda: run(route, case, VARIANTS.get(request["variant"]))  # noqa: E731
+        if request["stages"]:
+            done = stages_of(route, case)
+        else:
+            done = memory.watched(call, device) if request["again"] else call()
     except NotCovered as reason:
         return {"status": "not_covered", "message": str(reason)}
     except RouteDidNotRun as reason:
@@ -43,10 +48,11 @@ def answer(request: dict, device: str, subject) -> dict:
         "compile_seconds": done.compile_seconds,
         "modified": done.modified,
         "peak_bytes": done.peak_bytes,
+        "offences": [dataclasses.astuple(one) for one in done.offences],
     }
 
 
-def main(subject_name: str, device: str, search_path: str, pin_autotune: str) -> None:
+def main(subject_name: str, device: str, search_path: str, pin_autotune: str, memory_bytes: str) -> None:
     """Read requests, one JSON document a line, until the pipe closes."""
     sys.path[:0] = [entry for entry in json.loads(search_path) if entry not in sys.path]
     # The subject may print: the protocol keeps the pipe, and everything else goes to stderr.
@@ -59,7 +65,8 @@ def main(subject_name: str, device: str, search_path: str, pin_autotune: str) ->
     if pin_autotune == "1":
         autotune.pin()
     subject = load_subject(subject_name)
-    print(json.dumps({"status": "ready"}), file=channel)
+    allowed = memory.limit(device, int(memory_bytes) if memory_bytes else None)
+    print(json.dumps({"status": "ready", "allowed": allowed}), file=channel)
     for line in sys.stdin:
         try:
             reply = answer(json.loads(line), device, subject)
@@ -75,4 +82,4 @@ def main(subject_name: str, device: str, search_path: str, pin_autotune: str) ->
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:5])
+    main(*sys.argv[1:6])

@@ -19,7 +19,9 @@ from harness import (
     counterexample,
     coverage,
     doctor,
+    fleet,
     history,
+    interrupts,
     journal,
     options,
     profiles,
@@ -36,6 +38,7 @@ from harness.subject import Subject, load_subject
 from harness.terminal import FINDING, INCOMPLETE, OK, USAGE
 from harness.verdict import SEVERITY
 
+_ALL = options.Shard(1, 1)
 PATH_HELP = "a problem.json, or the folder that holds it"
 
 
@@ -92,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _resumed(arguments: argparse.Namespace) -> None:
     """Put what the run in --resume was asked for in the place of what this one is."""
-    asked = journal.selection_of(arguments.resume)
+    asked = {"replays": [], **journal.selection_of(arguments.resume)}
     forms = {"shape": options.Shape, "shard": options.Shard}
     for name, value in asked.items():
         setattr(arguments, name, forms[name](*value) if name in forms and value else value)
@@ -105,7 +108,11 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.sanitizer:
         sanitizers.must_be_usable(arguments.sanitizer, device)
     profile = profiles.PROFILES[arguments.profile]
+    known = fleet.Fleet(arguments.report / fleet.LOCAL, arguments.database)
+    # A run that goes on has the problems that it began with.
+    replays = arguments.replays if arguments.resume else known.replays(subject, arguments.routes)
     tasks = check.plan(subject, profile, arguments.routes, arguments.families, device, arguments.seed, arguments.shape)
+    tasks = check.replayed(replays, arguments.shape) + tasks
     if not tasks:
         print(
             f"kda: no route matches {arguments.routes!r} with a family that matches {arguments.families!r}",
@@ -116,9 +123,9 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
     if not tasks:
         print("kda: nothing is left for this shard; there are fewer compile keys than shards", file=sys.stderr)
         return INCOMPLETE
-    report = Report(arguments.report, arguments.resume)
+    report = Report(arguments.report, arguments.resume, lambda finding: known.add(subject.name, finding))
     report.prepare()
-    selection = {name: _plain(getattr(arguments, name)) for name in journal.SELECTION}
+    selection = {name: _plain(getattr(arguments, name)) for name in journal.SELECTION} | {"replays": replays}
     record = journal.Journal(report.folder, tasks, selection, device)
     if arguments.json:
         results.probe(arguments.json, "json")
@@ -126,28 +133,45 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
     uncalibrated = calibration.missing(device)
     if uncalibrated:
         terminal.say(console, uncalibrated, style="yellow")
+    if replays:
+        terminal.say(console, f"first, {len(replays)} problems that failed before")
     budget = arguments.budget or profile.budget
-    checks = check.run(
-        subject,
-        tasks,
-        report,
-        device=device,
-        budget=budget,
-        seed=arguments.seed,
-        shrink_seconds=min(profile.shrink_seconds, budget / 4),
-        console=console,
-        pin_autotune=arguments.pin_autotune,
-        sanitizer=arguments.sanitizer,
-        shape=arguments.shape,
-        jobs=arguments.jobs,
-        journal=record,
-    )
-    _print_checks(checks, subject, console)
-    if profile.name in ("sweep", "nightly"):
-        _print_coverage(checks, tasks, console)
+    # The machines of a fleet draw problems of their own.
+    drawn = (profile, arguments.routes, arguments.families, device, arguments.seed + (arguments.shard or _ALL).index)
+    with interrupts.handled() as stop:
+        checks = check.run(
+            subject,
+            tasks,
+            report,
+            device=device,
+            budget=budget,
+            seed=arguments.seed,
+            shrink_seconds=min(profile.shrink_seconds, budget / 4),
+            console=console,
+            pin_autotune=arguments.pin_autotune,
+            sanitizer=arguments.sanitizer,
+            shape=arguments.shape,
+            jobs=arguments.jobs,
+            journal=record,
+            drivers=check.searches(subject, *drawn, arguments.shape),
+        )
+        stop.finishing()
+        known.close()
+        _print_checks(checks, subject, console)
+        if profile.name in ("sweep", "nightly"):
+            _print_coverage(checks, tasks, console)
+        return _finished(
+            checks, report, check.summary(checks, subject, device, arguments.seed), arguments.json, console
+        )
+
+
+def _finished(
+    checks: check.Checks, report: Report, document: dict[str, object], extra: Path | None, console: Console
+) -> int:
+    """Write the results of a run; its exit status."""
     status = checks.exit_status()
     try:
-        report.finish(check.summary(checks, subject, device, arguments.seed), arguments.json)
+        report.finish(document, extra)
     except StorageError as error:
         print(f"kda: {error}", file=sys.stderr)
         status = status or INCOMPLETE

@@ -261,6 +261,8 @@ def _how(made: Diagnosis) -> str:
         return _how_the_form_differs(made)
     if made.finding.quantity == "inputs":
         return "its bits after the call are not those before it"
+    if made.finding.quantity in ("bands", "process", "memory"):
+        return made.finding.message.partition("; ")[2]
     if made.location is None:
         lines = made.finding.message.strip().splitlines()
         fatal = next((line for line in lines if line.startswith("Fatal Python error: ")), None)

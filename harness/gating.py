@@ -8,7 +8,8 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from harness.check import Task, plan
+from harness.check import REPLAYED, Task, plan, replayed
+from harness.fleet import Fleet
 from harness.options import default_device
 from harness.profiles import PROFILES
 from harness.shares import compile_key, share
@@ -16,6 +17,8 @@ from harness.subject import load_subject
 from harness.terminal import INCOMPLETE
 from harness.words import words
 
+FLEET = pytest.StashKey[Fleet]()
+REPLAYS = "kda_replays"  # what workers are told to check first
 ROUTE, NOT_RUN = "kda_route", "kda_not_run"  # properties of a test of the suite
 
 
@@ -23,13 +26,25 @@ def test_id(task: Task) -> str:
     return f"{task.route}-{task.family}-{words(task.problem)}"
 
 
+def replays(config: pytest.Config) -> list[str]:
+    """What failed before on the routes that this session asks for; the same for all of its workers."""
+    told = getattr(config, "workerinput", {})
+    if REPLAYS not in told and config.stash[FLEET].shared is not None:
+        subject = load_subject(config.getoption("--kda-subject"))
+        return config.stash[FLEET].replays(subject, config.getoption("--kda-routes"))
+    return told.get(REPLAYS, [])
+
+
 def tasks(config: pytest.Config) -> list[Task]:
-    """What this session asks of its subject, problems of one compile key one after the other; nothing is wrong use."""
+    """What this session asks of its subject: what failed before, then problems of one compile key one after the other;
+    nothing is wrong use.
+    """
     option = config.getoption
     subject, profile = load_subject(option("--kda-subject")), PROFILES[option("--kda-profile")]
     device = option("--kda-device") or default_device()
     asked = plan(subject, profile, option("--kda-routes"), option("--kda-families"), device, option("--kda-seed"))
-    mine = sorted(share(asked, option("--kda-shard")), key=compile_key)
+    asked = replayed(replays(config)) + asked
+    mine = sorted(share(asked, option("--kda-shard")), key=lambda task: (task.family != REPLAYED, compile_key(task)))
     if not mine:
         selection = {name: option(f"--kda-{name}") for name in ("subject", "routes", "families", "shard")}
         raise pytest.Collector.CollectError(f"no problem for {selection}: nothing would be held against the oracle")

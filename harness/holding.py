@@ -7,6 +7,7 @@ import pytest
 
 from harness import results
 from harness.diagnose import diagnose
+from harness.fleet import Fleet
 from harness.problem import Problem
 from harness.report import folder, step_summary
 from harness.results import FAILURES, Finding, Report
@@ -55,8 +56,8 @@ def hold(runner: Runner, route: str, problem: Problem, seed: int = 0) -> None:
 class Findings:
     """A pytest plugin: a failed `hold` becomes a report folder, five lines, an example to paste, JUnit properties."""
 
-    def __init__(self, root: Path):
-        self.report = Report(root)
+    def __init__(self, root: Path, fleet: Fleet):
+        self.report, self.fleet = Report(root), fleet
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
@@ -68,6 +69,7 @@ class Findings:
         return made
 
     def _told(self, item: pytest.Item, wrong: WrongResult) -> str:
+        self.fleet.add(wrong.runner.subject.name, wrong.finding)
         made = diagnose(wrong.runner, wrong.finding, wrong.seed, DIAGNOSIS_SECONDS)
         finding = folder.write(made, self.report, results.environment(wrong.runner.device))
         lines, example = "\n".join(finding_lines(finding)), f"@example({finding.problem!r})"

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from harness import memory
+from harness.call import Offence
 from harness.problem import Problem
 from harness.sanitizers import Watch
 
@@ -35,7 +37,8 @@ class StorageError(Exception):
 class Outcome:
     """What became of one call: outputs if it ran, a message if not; more lines of the message say where.
 
-    `status`: ran, not_covered, unproven (another route ran than the one claimed), crash, hang.
+    `status`: ran, not_covered, unproven (another route ran than the one claimed), hang, crash, or what kind of crash:
+    out_of_memory, illegal_access (the CUDA context is lost).
     """
 
     status: str
@@ -46,6 +49,21 @@ class Outcome:
     modified: tuple[str, ...] = ()
     peak_bytes: int = 0
     faults: tuple[str, ...] = ()  # what a sanitizer reported
+    offences: tuple[Offence, ...] = ()
+
+
+DEATHS = ("crash", "out_of_memory", "illegal_access")
+
+
+def of_error(said: str, detail: str = "", allowed: int | None = None, lost: bool = False) -> Outcome:
+    """What an error that a call raised, or died of, is: `said` names it, `detail` says where it was.
+
+    `allowed`: bytes that the process could have. `lost`: no CUDA call works any more.
+    """
+    short = memory.shortage(said, allowed)
+    status = "illegal_access" if lost else "out_of_memory" if short else "crash"
+    head = "the CUDA context is lost" if lost else short
+    return Outcome(status, message="\n".join(filter(None, (f"{head}: {said}" if head else said, detail))))
 
 
 class Child:
@@ -61,33 +79,37 @@ class Child:
         pin_autotune: bool = False,
         overlay: Path | None = None,
         sanitizer: str | None = None,
+        memory_bytes: int | None = None,
     ):
         """`overlay`: a folder whose packages the process imports instead of the installed ones; it runs under the tool
-        `sanitizer` of compute-sanitizer.
+        `sanitizer` of compute-sanitizer. `memory_bytes`: what calls may take, if not the process's share.
         """
         self.overlay = overlay
         self.subject, self.device, self.inflight = subject, device, inflight
         self.first_call, self.later_calls = first_call, later_calls
-        self.pin_autotune = pin_autotune
+        self.pin_autotune, self.memory_bytes = pin_autotune, memory_bytes
+        self.allowed: int | None = None  # bytes, as the process said
         self.process: subprocess.Popen | None = None
         self.compiled: set[tuple] = set()  # compile keys that the process has answered for
         self.scratch = tempfile.TemporaryDirectory(prefix="kda-", dir=_shared_memory())
         self.errors = Path(self.scratch.name, "stderr")
         self.watch = Watch(sanitizer, Path(self.scratch.name)) if sanitizer else None
 
-    def run(self, route: str, problem: Problem, variant: str = "", stages: bool = False) -> Outcome:
+    def run(
+        self, route: str, problem: Problem, variant: str = "", stages: bool = False, again: bool = False
+    ) -> Outcome:
         """One call, in the form of that variant, or its intermediates; the problem stays in `inflight` if the child
-        does not come back.
+        does not come back. `again`: the same call was the last one, so that this one should not need more memory.
         """
         note = write_ahead(self.inflight, route, problem)
-        outcome = self._watched(self._ask(route, problem, variant, stages))
+        outcome = self._watched(self._ask(route, problem, variant=variant, stages=stages, again=again))
         if outcome.status in ("ran", "not_covered"):
             note.unlink(missing_ok=True)
         return outcome
 
     def _watched(self, outcome: Outcome) -> Outcome:
         faults = self.watch.faults() if self.watch else ()
-        if faults and outcome.status == "crash":
+        if faults and outcome.status in DEATHS:
             return replace(outcome, message="\n".join((*faults, outcome.message)))
         return replace(outcome, faults=faults)
 
@@ -97,7 +119,8 @@ class Child:
         self.scratch.cleanup()
 
     def _start(self) -> Outcome | None:
-        arguments = [self.subject, self.device, json.dumps(sys.path), str(int(self.pin_autotune))]
+        limit = str(self.memory_bytes or "")
+        arguments = [self.subject, self.device, json.dumps(sys.path), str(int(self.pin_autotune)), limit]
         command = [sys.executable, "-m", "harness.child", *arguments]
         pipe, environment = subprocess.PIPE, None
         if self.overlay is not None:
@@ -111,17 +134,19 @@ class Child:
             )
         self.compiled.clear()
         ready = self._read(self.first_call)
-        return ready if isinstance(ready, Outcome) else None
+        if isinstance(ready, Outcome):
+            return ready
+        self.allowed = ready["allowed"]
+        return None
 
-    def _ask(self, route: str, problem: Problem, variant: str, stages: bool) -> Outcome:
+    def _ask(self, route: str, problem: Problem, **how: object) -> Outcome:
         if self.process is None or self.process.poll() is not None:
             failed = self._start()
             if failed:
                 return failed
         outputs = Path(self.scratch.name, "outputs.safetensors")
         outputs.unlink(missing_ok=True)
-        what = {"outputs": str(outputs), "variant": variant, "stages": stages}
-        request = {"route": route, "problem": problem.to_json(), **what}
+        request = {"route": route, "problem": problem.to_json(), "outputs": str(outputs), **how}
         try:
             self.process.stdin.write((json.dumps(request) + "\n").encode())
             self.process.stdin.flush()
@@ -135,7 +160,7 @@ class Child:
         if reply["status"] == "raised":
             if reply["sticky"]:
                 self._kill()
-            return Outcome("crash", message=f"{reply['message']}\n{reply['trace'][-STDERR_TAIL:]}")
+            return of_error(reply["message"], reply["trace"][-STDERR_TAIL:], self.allowed, reply["sticky"])
         if reply["status"] != "ran":
             return Outcome(reply["status"], message=reply["message"])
         return Outcome(
@@ -145,6 +170,7 @@ class Child:
             reply["compile_seconds"],
             modified=tuple(reply["modified"]),
             peak_bytes=reply["peak_bytes"],
+            offences=tuple(Offence(*one) for one in reply["offences"]),
         )
 
     def _read(self, timeout: float) -> dict | Outcome:
@@ -168,7 +194,11 @@ class Child:
         tail = re.sub(r"^Extension modules: .*\n?", "", said, flags=re.MULTILINE)[-STDERR_TAIL:].strip()
         self._kill()  # what it started, if anything
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-        return Outcome("crash", message=f"{how}\n{tail}" if tail else how)
+        # What takes the machine's last memory is killed with this signal; nothing else here sends it.
+        how = f"{how}, as by a system that is out of memory" if code == -signal.SIGKILL else how
+        short = memory.shortage(f"{how}\n{tail}", self.allowed)
+        said = "\n".join(filter(None, (f"{short}: {how}" if short else how, tail)))
+        return Outcome("out_of_memory" if short else "crash", message=said)
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from harness.census import Verdict
 from harness.isolate import StorageError
+from harness.problem import Problem
 from harness.results import environment
 from harness.runner import Checked
 
@@ -35,7 +36,8 @@ def selection_of(folder: Path) -> dict[str, object]:
 class Journal:
     """One line for each problem that a run has done, in their order, after what it found is on disk.
 
-    A line that was cut off is a problem not done.
+    A line that was cut off is a problem not done. Lines after those of the tasks say themselves what was done:
+    `driven` has them by route, family and problem.
     """
 
     def __init__(self, folder: Path, tasks: Sequence, selection: dict[str, object], device: str):
@@ -43,6 +45,7 @@ class Journal:
         env = {name: value for name, value in environment(device).items() if name in SAME}
         self.header = {"schema": 1, "selection": selection, "env": env, "tasks": _digest(tasks)}
         self.tasks = tasks
+        self.driven: dict[tuple[str, str, Problem], Checked] = {}
         self.past = self._past(folder)
         self._rewrite(folder)
 
@@ -54,11 +57,21 @@ class Journal:
             if header[name] != self.header[name]:
                 was = "other problems" if name == "tasks" else header["env"]
                 raise ValueError(f"resume is {str(folder)!r}, a run of {was}; it must be one of {self.header[name]}")
-        return [_checked(task, line) for task, line in zip(self.tasks, _lines(self.path)[1:])]
+        lines = _lines(self.path)[1:]
+        for line in lines[len(self.tasks) :]:
+            route, family, text = line["driven"]
+            problem = Problem.from_json(text)
+            self.driven[route, family, problem] = _checked(problem, route, line)
+        return [_checked(task.problem, task.route, line) for task, line in zip(self.tasks, lines)]
+
+    def known(self, task) -> Checked | None:
+        """The result of a driven task, if an earlier run has it."""
+        return self.driven.get((task.route, task.family, task.problem))
 
     def _rewrite(self, folder: Path) -> None:
         """Whole lines only: what follows must not continue a line that was cut off."""
-        text = "".join(json.dumps(x) + "\n" for x in (self.header, *map(_record, self.past)))
+        driven = (_record(checked, family) for (_, family, _), checked in self.driven.items())
+        text = "".join(json.dumps(x) + "\n" for x in (self.header, *map(_record, self.past), *driven))
         part = self.path.with_suffix(".part")
         try:
             part.write_text(text)
@@ -66,11 +79,11 @@ class Journal:
         except OSError as error:
             raise StorageError(f"report is {str(folder)!r}; it must be a folder to write to ({error})") from None
 
-    def add(self, checked: Checked) -> None:
-        """The next problem is done. StorageError if that cannot be written down."""
+    def add(self, checked: Checked, driven: str = "") -> None:
+        """The next problem is done, or one of the family `driven`. StorageError if that cannot be written down."""
         try:
             with open(self.path, "a") as file:
-                file.write(json.dumps(_record(checked)) + "\n")
+                file.write(json.dumps(_record(checked, driven)) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -106,14 +119,15 @@ def _header(folder: Path) -> dict:
     return lines[0]
 
 
-def _record(checked: Checked) -> dict:
+def _record(checked: Checked, driven: str = "") -> dict:
     verdicts = [[v.quantity, v.klass, v.ratio, v.statistic, v.message] for v in checked.verdicts]
     times = [checked.compile_seconds, checked.kernel_seconds, checked.oracle_seconds]
     rest = {"peak": checked.peak_bytes, "proven": checked.proven, "missing": sorted(checked.missing)}
+    rest |= {"driven": [checked.route, driven, checked.problem.to_json()]} if driven else {}
     return {"verdicts": verdicts, "seconds": times, **rest}
 
 
-def _checked(task, line: dict) -> Checked:
+def _checked(problem: Problem, route: str, line: dict) -> Checked:
     verdicts = [Verdict(*fields) for fields in line["verdicts"]]
     rest = {"peak_bytes": line["peak"], "proven": line["proven"], "missing": frozenset(line["missing"])}
-    return Checked(task.problem, task.route, verdicts, *line["seconds"], **rest)
+    return Checked(problem, route, verdicts, *line["seconds"], **rest)

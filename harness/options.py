@@ -160,6 +160,12 @@ OPTIONS = (
         choices=sanitizers.TOOLS,
         pytest=False,
     ),
+    Option(
+        "database",
+        "what other runners have found is checked first, and what this one finds is added: redis://…, "
+        "github://OWNER/REPO[/ARTIFACT] (read only) or a folder (default: KDA_DATABASE)",
+        metavar="URL|DIR",
+    ),
     Option("shard", "only this share of the problems, as in 3/8: one of 8 machines", type=shard, metavar="I/N"),
     Option(
         "xfail",

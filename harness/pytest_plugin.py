@@ -13,6 +13,7 @@ import triton
 from hypothesis import settings
 
 from harness import expected, gating, holding, interpreter, options, profiles, workers
+from harness.fleet import LOCAL, Fleet
 from harness.problem import Problem
 from harness.runner import Runner
 from harness.subject import load_subject
@@ -25,14 +26,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if triton.knobs.runtime.interpret:
         interpreter.install()
-    profiles.register()
+    try:
+        shared = Fleet(config.getoption("--kda-report") / LOCAL, config.getoption("--kda-database"))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.stash[gating.FLEET] = shared
+    profiles.register(shared.database if shared.shared else None)
     chosen = "ci" if os.environ.get("CI") else config.getoption("--kda-profile")
     settings.load_profile(chosen)
-    config.pluginmanager.register(holding.Findings(config.getoption("--kda-report")), "kda-findings")
+    config.pluginmanager.register(holding.Findings(config.getoption("--kda-report"), shared), "kda-findings")
     config.pluginmanager.register(gating.Gate(config.getoption("--kda-budget")), "kda-gate")
     workers.limit_memory()
     if os.environ.get("PYTEST_XDIST_WORKER"):
         torch.set_num_threads(1)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if gating.FLEET in config.stash:
+        config.stash[gating.FLEET].close()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node) -> None:
+    """Workers of xdist must all have the same tests, whatever becomes known meanwhile."""
+    node.workerinput[gating.REPLAYS] = gating.replays(node.config)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

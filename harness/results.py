@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -123,9 +123,9 @@ def _own_version() -> str:
 class Report:
     """The folder of one run. A finding is on disk before anything else happens to it."""
 
-    def __init__(self, root: Path, folder: Path | None = None):
-        """`folder`: that of a run to go on with, instead of a new one in `root`."""
-        self.root = root
+    def __init__(self, root: Path, folder: Path | None = None, keep: Callable[[Finding], None] = lambda finding: None):
+        """`folder`: that of a run to go on with, instead of a new one in `root`. `keep` is told of every finding."""
+        self.root, self.keep = root, keep
         self.folder = folder or root / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
     def prepare(self) -> None:
@@ -145,6 +145,7 @@ class Report:
 
         Where that fails the document is printed instead, and the finding has no path: the run goes on.
         """
+        self.keep(finding)
         path = self.folder / finding.id / "problem.json"
         found = {
             "route": finding.route,

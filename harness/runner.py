@@ -8,10 +8,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from harness import agreement, variants
+from harness import agreement, memory, variants
 from harness.bits import differing_bytes
 from harness.call import NotCovered, Route, RouteDidNotRun, stages_of
-from harness.isolate import Child, Outcome, context_is_lost
+from harness.isolate import DEATHS, Child, Outcome, context_is_lost, of_error
 from harness.problem import Case, Problem, materialise
 from harness.results import Finding, form_of
 from harness.subject import Subject
@@ -20,7 +20,8 @@ from harness.verdict import Verdict, judge, severity, worst
 from oracle.envelope import LIMITS, Limits
 
 SMALL_STEPS = 2e7  # tokens x heads x K x V up to which the oracle is faster on the CPU than a launch per operation
-OF_THE_CALL = ("call", "inputs")  # what a verdict speaks of, beside the quantities; none is a good one
+# What a verdict speaks of, beside the quantities; none is a good one. See `harness.call.Offence`.
+OF_THE_CALL = ("call", "inputs", "bands", "process", "memory")
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Runner:
         overlay: Path | None = None,
         sanitizer: str | None = None,
         limits: Limits = LIMITS,
+        memory_bytes: int | None = None,
     ):
         self.subject, self.device, self.limits = subject, device, limits
         self._made: tuple[tuple[Problem, str], Case] | None = None
@@ -68,6 +70,7 @@ class Runner:
                 pin_autotune=pin_autotune,
                 overlay=overlay,
                 sanitizer=sanitizer,
+                memory_bytes=memory_bytes,
                 **limits,
             )
 
@@ -99,7 +102,7 @@ class Runner:
         route = self.subject.route(route_id, problem.entry)
         checked = Checked(problem, route_id, missing=problem.quantities() - route.quantities(problem))
         outcome = self.run(route, problem)
-        again = self.run(route, problem) if repeat and outcome.status == "ran" else None
+        again = self.run(route, problem, again=True) if repeat and outcome.status == "ran" else None
         checked.compile_seconds = outcome.compile_seconds
         checked.kernel_seconds = outcome.seconds - outcome.compile_seconds
         checked.peak_bytes = outcome.peak_bytes
@@ -113,6 +116,7 @@ class Runner:
             checked.verdicts += [
                 Verdict("call", "CRASH", math.inf, self.child.watch.tool, fault) for fault in outcome.faults
             ]
+            checked.verdicts += _offences(outcome, again)
             checked.verdicts += _differences(outcome, again)
             for variant in variants.applicable(route, problem):
                 if variant.name in forms:
@@ -135,12 +139,18 @@ class Runner:
         if varied.status != "ran":
             return [Verdict("call", "CRASH", math.inf, variant.name, f"{variant.promise}: {varied.message}")]
         checked.varied[variant.name] = varied.outputs
+        checked.verdicts += [
+            Verdict(one.quantity, "BUG", math.inf, variant.name, f"{variant.promise}: {one.message}")
+            for one in varied.offences
+            if (one.quantity, one.statistic) not in {(v.quantity, v.statistic) for v in checked.verdicts}
+        ]
         case = self._case(problem, "cpu" if self.child else self.device)
         return list(agreement.violations(variant, case, outcome.outputs, varied.outputs))
 
     def verdict_like(self, finding: Finding, problem: Problem, seed: int = 0) -> Verdict | None:
         """The verdict on the quantity of a finding; None if the problem has none, or the route does not take it."""
-        route, twice = self.subject.route(finding.route, problem.entry), finding.klass == "NONDETERMINISTIC"
+        route = self.subject.route(finding.route, problem.entry)
+        twice = finding.klass == "NONDETERMINISTIC" or finding.quantity == "memory"
         if finding.variant and VARIANTS[finding.variant] not in variants.applicable(route, problem):
             return None
         forms, only = ((finding.variant,), "") if finding.variant else ((), finding.quantity)
@@ -160,13 +170,27 @@ class Runner:
             return False
         return severity(verdict.ratio) >= severity(finding.ratio)
 
-    def run(self, route: Route, problem: Problem, variant: Variant | None = None, stages: bool = False) -> Outcome:
-        """One call, unjudged, in the form of a variant; with `stages` its intermediates instead of its outputs."""
+    def run(
+        self,
+        route: Route,
+        problem: Problem,
+        variant: Variant | None = None,
+        stages: bool = False,
+        again: bool = False,
+    ) -> Outcome:
+        """One call, unjudged, in the form of a variant; with `stages` its intermediates instead of its outputs.
+
+        `again`: the same call was the last one, so that this one should not need more memory.
+        """
         if self.child:
-            return self.child.run(route.id, problem, variant.name if variant else "", stages)
+            return self.child.run(route.id, problem, variant.name if variant else "", stages, again)
         try:
             case = self._case(problem, self.device)
-            run = stages_of(route, case) if stages else variants.run(route, case, variant)
+            call = lambda: variants.run(route, case, variant)  # noqa: E731
+            if stages:
+                run = stages_of(route, case)
+            else:
+                run = memory.watched(call, self.device) if again else call()
         except NotCovered as reason:
             return Outcome("not_covered", message=str(reason))
         except RouteDidNotRun as reason:
@@ -174,9 +198,7 @@ class Runner:
         except Exception as error:
             self._made = None  # who knows what became of them
             self.poisoned = self.device != "cpu" and context_is_lost()
-            return Outcome("crash", message=f"{type(error).__name__}: {error}")
-        if run.modified:
-            self._made = None
+            return of_error(f"{type(error).__name__}: {error}", lost=self.poisoned)
         return Outcome(
             "ran",
             run.outputs,
@@ -184,6 +206,7 @@ class Runner:
             run.compile_seconds,
             modified=run.modified,
             peak_bytes=run.peak_bytes,
+            offences=run.offences,
         )
 
     def oracle_device(self, problem: Problem) -> str:
@@ -210,12 +233,18 @@ class Runner:
 
 def _without_numbers(outcome: Outcome) -> list[Verdict] | None:
     """The verdict on a call that returned nothing to look at."""
-    classes = {"crash": "CRASH", "hang": "HANG", "not_covered": "NOT_COVERED", "unproven": "NOT_COVERED"}
+    classes = {"hang": "HANG", "not_covered": "NOT_COVERED", "unproven": "NOT_COVERED"} | dict.fromkeys(DEATHS, "CRASH")
     klass = classes.get(outcome.status)
     if klass is None:
         return None
     ratio = 0.0 if klass == "NOT_COVERED" else math.inf
     return [Verdict("call", klass, ratio, outcome.status, outcome.message)]
+
+
+def _offences(*calls: Outcome | None) -> list[Verdict]:
+    """What the calls did beside returning results, each kind once."""
+    found = {(o.quantity, o.statistic): o for one in calls if one is not None for o in one.offences}
+    return [Verdict(one.quantity, "BUG", math.inf, one.statistic, one.message) for one in found.values()]
 
 
 def _differences(first: Outcome, second: Outcome | None) -> list[Verdict]:

@@ -21,9 +21,13 @@ def pin_to_gpu() -> None:
 
 def limit_memory() -> None:
     """Hold this worker to its share of its GPU, so that one that leaks fails itself and not its neighbours."""
-    share = os.environ.get("KDA_WORKER_SHARE")
-    if share and torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(float(share))
+    if "KDA_WORKER_SHARE" in os.environ and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(share_of_gpu())
+
+
+def share_of_gpu() -> float:
+    """What a process may take of its GPU: a worker, or the child of one, its share."""
+    return float(os.environ.get("KDA_WORKER_SHARE", SHARED))
 
 
 def _visible() -> list[str]:

@@ -25,12 +25,14 @@ OUTPUTS = ("o", "ht", "h")
 
 def script(made: Diagnosis, case: Case) -> str | None:
     """The text of reproduce.py; None where the inputs are too large to embed, the function is not importable, or the
-    failure is in a form of the call that only the harness can make, as are all calls that serve a decode problem.
+    failure is in a form of the call that only the harness can make, as are all calls that serve a decode problem, or
+    in what only it looks at.
     """
     module, expression = target(made.route)
     tensors = given_tensors(case)
     size = sum(x.numel() * x.element_size() for x in tensors.values())
-    if not module or made.route.entry == "decode" or made.finding.variant in NEEDS_HARNESS:
+    finding = made.finding
+    if not module or made.route.entry == "decode" or {finding.variant, finding.quantity} & NEEDS_HARNESS:
         return None
     form = form_of_call(made, case) if made.finding.variant else None
     if size + (form.size if form else 0) > EMBEDDED_BYTES:

@@ -51,6 +51,79 @@ def _vandal(**kwargs):
     return out
 
 
+def _abort(**kwargs):
+    os.abort()
+
+
+def _greedy(**kwargs):
+    """More memory than there is, in one piece."""
+    return torch.empty(2**50, device=kwargs["q"].device)
+
+
+def _hungry(**kwargs):
+    """More memory than there is, a little at a time."""
+    pieces = []
+    while True:
+        pieces.append(torch.ones(2**20))
+
+
+_kept = []
+
+
+def _hoards(**kwargs):
+    o, *rest = _right(**kwargs)
+    _kept.append(o.detach().clone())
+    return (o, *rest)
+
+
+def _caches(**kwargs):
+    """Memory kept for the arguments of the first call, which is no leak."""
+    o, *rest = _right(**kwargs)
+    if not _kept:
+        _kept.append(torch.ones(2**20))
+    return (o, *rest)
+
+
+def _untidy(**kwargs):
+    out = _right(**kwargs)
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    return out
+
+
+def _other_stream(**kwargs):
+    out = _right(**kwargs)
+    torch.cuda.set_stream(torch.cuda.Stream())
+    return out
+
+
+def _illegal_on_two_heads(**kwargs):
+    """An assertion on the device, after which its context is lost."""
+    q = kwargs["q"]
+    return q.flatten()[q.new_full((1,), 2**40, dtype=torch.int64)] if q.shape[2] == 2 else _right(**kwargs)
+
+
+def _overruns(**kwargs):
+    """One element behind v."""
+    out = _right(**kwargs)
+    v = kwargs["v"].detach()
+    behind = torch.empty(0, dtype=v.dtype, device=v.device).set_(
+        v.untyped_storage(), v.storage_offset() + v.numel(), (1,), (1,)
+    )
+    behind.fill_(7)
+    return out
+
+
+def _writes_into_gaps(**kwargs):
+    """The gaps between the elements of q, where it has some."""
+    out = _right(**kwargs)
+    q = kwargs["q"].detach()
+    if not q.is_contiguous():
+        torch.as_strided(q, q.shape, q.stride(), q.storage_offset() - 1).zero_()
+    return out
+
+
 def _uses_the_future(**kwargs):
     o, *rest = _right(**kwargs)
     return (o + kwargs["v"].mean(1, keepdim=True), *rest)
@@ -108,20 +181,28 @@ def _stages(case):
 
 _staged.precision, _staged.stages = PRECISION[UNBOUNDED], _stages
 
-right, wrong, short, crash, reported, leaky, staged, segfault, segfault_on_two_heads, hang, random, vandal = (
-    SimpleNamespace(chunk_kda=function)
-    for function in (
-        _right,
-        _wrong,
-        _short,
-        _crash,
-        _reported,
-        _leaky,
-        _staged,
-        _segfault,
-        _segfault_on_two_heads,
-        _hang,
-        _random,
-        _vandal,
-    )
+FUNCTIONS = (
+    _right,
+    _wrong,
+    _short,
+    _crash,
+    _reported,
+    _leaky,
+    _staged,
+    _segfault,
+    _segfault_on_two_heads,
+    _abort,
+    _greedy,
+    _hungry,
+    _hoards,
+    _caches,
+    _untidy,
+    _other_stream,
+    _illegal_on_two_heads,
+    _overruns,
+    _writes_into_gaps,
+    _hang,
+    _random,
+    _vandal,
 )
+globals().update((function.__name__[1:], SimpleNamespace(chunk_kda=function)) for function in FUNCTIONS)
