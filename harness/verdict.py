@@ -24,8 +24,8 @@ __all__ = ["SEVERITY", "Census", "Verdict", "Wrong", "judge", "severity", "worst
 STATE_STEPS = {"cpu": 4e9, "cuda": 2e9}  # replicas x tokens x heads x K x V that are judged; see NOTE [Heads judged]
 PART_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}  # replicas x tokens x heads x width of one part: bounds memory
 FIRST_LOOK = {"cpu": 2**17, "cuda": 2**24}  # elements of the largest tensors of a screen from which a first look pays
-# What the chunkwise algorithm, whose autograd keeps pairwise decays and a dozen states of every chunk, takes in units of
-# 160 bytes: for an element of a row, and for one of a state. Measured: 1.3 kB at 64 tokens a chunk, 94 GiB at 16.
+# What the chunkwise algorithm, whose autograd keeps pairwise decays and dozens of states of every chunk, takes in units
+# of 160 bytes: for an element of a row, and for one of a state. Measured: 1.3 kB at 64 tokens a chunk, 94 GiB at 16.
 ROW_WEIGHT, STATE_WEIGHT = 2, 3
 
 
