@@ -37,7 +37,8 @@ class Route:
     calls. `stages`, where a subject exposes them, returns a call's intermediates by the names of `oracle.trace`.
     `invariant`: it is declared that no bit depends on batch, packing, other heads or later tokens. `nearest`: the
     problem that it takes, or nearly takes, in the place of one that it does not. `limits`: what it does not take or
-    have, in words. `segment`: tokens of the pieces in which it computes a problem, if it does.
+    have, in words. `segment`: tokens of the pieces in which it computes a problem, if it does. `families`: those that
+    ask what its kernels are not asked on other routes; () for all.
     """
 
     id: str
@@ -52,6 +53,7 @@ class Route:
     stages: Callable[[Case], dict[str, Tensor]] | None = None
     nearest: Callable[[Problem], Problem] = lambda problem: problem
     limits: tuple[str, ...] = ()
+    families: tuple[str, ...] = ()
     segment: Callable[[Problem], int] | None = None
 
     @property

@@ -140,7 +140,7 @@ def _asked(subject: Subject, route: Route, family: Family, device: str) -> bool:
 
     Where one route serves both entries, by the same kernels, the chunk entry is asked what is its own, and in general.
     """
-    if drawn_for(route.entry) not in family.entries:
+    if drawn_for(route.entry) not in family.entries or (route.families and family.name not in route.families):
         return False
     if family.gpu_only and (device == "cpu" or route.id == "torch"):
         return False

@@ -47,6 +47,10 @@ class Subject:
         raise ValueError(f"route is {route_id!r} for entry {entry!r}; {self.name} has {have}")
 
 
+# What the kernels of the fused routes are asked in pieces too: whatever a state brings from one to the next.
+IN_PIECES = ("generic", "ragged", "gate_bound", "spikes_resets", "repeated_keys", "slow_decay", "models")
+
+
 def own_subject() -> Subject:
     """kda's own routes, each forced, with the launch record as proof."""
     import kda
@@ -77,7 +81,7 @@ def own_subject() -> Subject:
             segmented = route.precision.segment is not None
             lacks = both(fitting.lacks_fused, bounded) if route.id.startswith("fused") or segmented else bounded
             shown = {"context": proving(route.id), "invariant": route.invariant}
-            shown |= {"segment": piece} if segmented else {}
+            shown |= {"segment": piece, "families": IN_PIECES} if segmented else {}
             if entry == "decode":
                 shown |= {"origin": "kda:kda_decode", "differentiable": False}
                 routes.append(Route(route.id, entry, Served(kda.kda_decode), spec, **shown))

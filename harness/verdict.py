@@ -27,6 +27,7 @@ FIRST_LOOK = {"cpu": 2**17, "cuda": 2**24}  # elements of the largest tensors of
 # What the chunkwise algorithm, whose autograd keeps pairwise decays and dozens of states of every chunk, takes in units
 # of 160 bytes: for an element of a row, and for one of a state. Measured: 1.3 kB at 64 tokens a chunk, 94 GiB at 16.
 ROW_WEIGHT, STATE_WEIGHT = 2, 3
+SUSPECTS = frozenset({"BUG", "UNSTABLE"})  # classes of a screen that are looked at again
 
 
 def judge(
@@ -112,8 +113,8 @@ def _form_problem(name, truth, got, inputs, spec) -> Verdict | None:
 # The others get a coarse look (the error of each row beyond its output rounding, against the widest row of the heads
 # that were judged), and those that stand out are judged in full too: the coarse look finds, it never condemns. A
 # message says how many heads were judged. Heads go in parts that bound memory. Where replicas are dear, most of what is
-# right is found to be so with some of them (NOTE [First look]), and the others are not run. A BUG of the screen is
-# looked at again, in exactly the heads where it was seen, with fresh and more replicas; only a BUG in both is one.
+# right is found to be so with some of them (NOTE [First look]), and the others are not run. A BUG or UNSTABLE of the
+# screen is looked at again, in exactly the heads where it was seen, with fresh and more replicas, which decide.
 @dataclass
 class _Case:
     """One call with its exact results and the outputs that can be compared."""
@@ -205,10 +206,10 @@ class _Case:
         confirmed: set[str] = set()
         for part in self._parts(queries, limits.screen):
             verdicts, share = self._look(part, names, limits.screen, self.seed)
-            suspects = [name for name in names if verdicts[name].klass == "BUG" and name not in confirmed]
+            suspects = [name for name in names if verdicts[name].klass in SUSPECTS and name not in confirmed]
             if suspects:
                 verdicts |= self._again(part, suspects)
-                confirmed |= {name for name in suspects if verdicts[name].klass == "BUG"}
+                confirmed |= {name for name in suspects if verdicts[name].klass in SUSPECTS}
             found = _merged(found, verdicts)
             widest |= {name: max(value, widest.get(name, 0.0)) for name, value in share.items()}
         return found, widest

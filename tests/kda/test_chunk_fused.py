@@ -122,6 +122,17 @@ def test_outputs_are_bitwise_causal(route, split, device):
     assert differing_bytes(before[:, split:], after[:, split:]) > 0
 
 
+def test_what_a_screen_calls_unstable_is_looked_at_again(device):
+    """One key with beta 2: the first replicas put one row's gain at 1.12 of its limit, more of them at 0.4."""
+    problem = Problem(
+        **{"entry": "chunk", "lengths": (64,), "K": 64, "V": 64, "dtype": "bf16", "safe_gate": True, "l2norm": True},
+        **{"initial_state": True, "q": "unit", "k": "repeated", "v": "gauss", "g": "slow", "beta": "twos"},
+        **dict.fromkeys(("h0", "do", "dht"), "gauss"),
+    )
+    case = materialise(problem, device)
+    assert judged(case, outputs(case), fused.PRECISION[fused.SAFE_GATE], {"o", "ht"}) == []
+
+
 @BOTH
 def test_repeated_keys_with_beta_2_lose_nothing_in_the_inverse(route, device):
     """Of 200 tokens that nothing decays: no further off than twice what rounding the operands alone does."""
