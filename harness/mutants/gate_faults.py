@@ -140,13 +140,13 @@ MUTANTS = (
         "gate-A-sum-bf16",
         "precision",
         "sums of dA_log over blocks of tokens are rounded to bf16",
-        (Patch(GATE, "scaled, plain = dA.sum(0)", "scaled, plain = dA.bfloat16().float().sum(0)"),),
+        (Patch(GATE, "sum_slots(route, dA)", "sum_slots(route, dA.bfloat16().float())"),),
     ),
     _gate(
         "gate-A-last-block",
         "ragged",
         "dA_log leaves out a last block of fewer than 32 tokens",
-        (Patch(GATE, "scaled, plain = dA.sum(0)", "scaled, plain = dA[: max(1, B * T // BLOCK_TOKENS)].sum(0)"),),
+        (Patch(GATE, "sum_slots(route, dA)", "sum_slots(route, dA[: max(1, B * T // BLOCK_TOKENS)])"),),
     ),
     _gate(
         "gate-A-plain-term",

@@ -92,7 +92,7 @@ MUTANTS = (
     _ranks(
         "ranks-parameters-not-summed",
         fault="gradients of A_log and dt_bias are the rank's own",
-        patches=(_context("total = self._gathered(found[name][None])[0].sum(0)", "total = found[name]"),),
+        patches=(_context("total = sum_tiles(self._gathered(found[name][None])[0])", "total = found[name]"),),
     ),
     _ranks(
         "ranks-arriving-gradient-dropped",
