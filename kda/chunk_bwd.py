@@ -186,15 +186,4 @@ SUMMARIES = {
     SAFE_GATE: "staged chunk kernels for gates in [-5, 0]: diagonal blocks anchored on their first row",
     UNBOUNDED: "staged chunk kernels for any gate <= 0, -inf included: diagonal blocks by halving levels",
 }
-for _id in (SAFE_GATE, UNBOUNDED):
-    registry.register(
-        registry.Route(
-            id=_id,
-            entries=frozenset({"chunk"}),
-            summary=SUMMARIES[_id],
-            verify=functools.partial(refusal, route=_id),
-            run=functools.partial(chunk_kda_staged, route=_id),
-            gradients=functools.partial(gradients, route=_id),
-            precision=PRECISION[_id],
-        )
-    )
+registry.register_chunk(PRECISION, SUMMARIES, refusal, chunk_kda_staged, gradients)

@@ -1,6 +1,5 @@
 """Authority on the fused chunk routes: which calls they take, what they keep for gradients, and where they round."""
 
-import functools
 from dataclasses import replace
 
 import torch
@@ -80,15 +79,4 @@ SUMMARY = {
     UNBOUNDED: "two kernels in bf16 for any gate <= 0, four for gradients",
 }
 
-for _route, _spec in PRECISION.items():
-    registry.register(
-        registry.Route(
-            id=_route,
-            entries=frozenset({"chunk"}),
-            summary=SUMMARY[_route],
-            verify=functools.partial(refusal, route=_route),
-            run=functools.partial(chunk_kda_fused, route=_route),
-            gradients=functools.partial(gradients, route=_route),
-            precision=_spec,
-        )
-    )
+registry.register_chunk(PRECISION, SUMMARY, refusal, chunk_kda_fused, gradients)

@@ -206,16 +206,4 @@ SUMMARY = {
     UNBOUNDED: "the fused kernels on pieces of few long sequences, for any gate <= 0",
 }
 
-for _route, _spec in PRECISION.items():
-    registry.register(
-        registry.Route(
-            id=_route,
-            entries=frozenset({"chunk"}),
-            summary=SUMMARY[_route],
-            verify=functools.partial(refusal, route=_route),
-            run=functools.partial(run, route=_route),
-            gradients=functools.partial(gradients, route=_route),
-            precision=_spec,
-            invariant=False,
-        )
-    )
+registry.register_chunk(PRECISION, SUMMARY, refusal, run, gradients, invariant=False)

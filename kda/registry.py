@@ -1,8 +1,9 @@
 """Authority on which implementation serves a call: the registry, its verifiers, forcing, forbidding, and `explain`."""
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -70,6 +71,30 @@ def register(route: Route) -> Route:
         raise ValueError(f"route.id is {route.id!r}; it must be one of {', '.join(ORDER)}")
     _registry[route.id] = route
     return route
+
+
+def register_chunk(
+    precisions: Mapping[str, PrecisionSpec],
+    summaries: Mapping[str, str],
+    verify: Callable[..., str | None],
+    run: Callable[..., object],
+    gradients: Callable[..., dict[str, torch.Tensor | None]],
+    invariant: bool = True,
+) -> None:
+    """A route of the chunk entry for each declaration; the functions take its id as `route`."""
+    for route, precision in precisions.items():
+        register(
+            Route(
+                id=route,
+                entries=frozenset({"chunk"}),
+                summary=summaries[route],
+                verify=functools.partial(verify, route=route),
+                run=functools.partial(run, route=route),
+                gradients=functools.partial(gradients, route=route),
+                precision=precision,
+                invariant=invariant,
+            )
+        )
 
 
 def routes() -> tuple[Route, ...]:
