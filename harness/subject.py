@@ -22,6 +22,8 @@ from harness.serving import Served
 __all__ = ["DIFFERENTIABLE", "Route", "Subject", "keywords", "known_subjects", "load_subject", "own_subject"]
 
 ENTRY_POINTS = "kda.subjects"
+# What the kernels of the fused routes are asked in pieces too: whatever a state brings from one to the next.
+IN_PIECES = ("generic", "ragged", "gate_bound", "spikes_resets", "repeated_keys", "slow_decay", "models")
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,6 @@ class Subject:
                 return route
         have = ", ".join(sorted({f"{route.id} ({route.entry})" for route in self.routes}))
         raise ValueError(f"route is {route_id!r} for entry {entry!r}; {self.name} has {have}")
-
-
-# What the kernels of the fused routes are asked in pieces too: whatever a state brings from one to the next.
-IN_PIECES = ("generic", "ragged", "gate_bound", "spikes_resets", "repeated_keys", "slow_decay", "models")
 
 
 def own_subject() -> Subject:
