@@ -24,6 +24,7 @@ from oracle.envelope import LIMITS, Limits
 TASKS_PER_PROCESS = 12  # a process costs a few seconds to start
 MOST_ON_A_GPU = 8  # contexts that share one device
 PAUSES = (5.0, 10.0, 20.0, 40.0, 60.0)  # seconds between tries for memory that other processes have
+AHEAD = 100  # jobs under way for each process: results come in order, and nobody should wait behind a long one
 LARGE_BYTES = 60 * 2**30  # of a GPU's memory that a large job may need, most of it for the oracle
 
 
@@ -115,6 +116,15 @@ def with_patience(check: Callable[[], Checked], job: Job, pauses: Iterable[float
     return checked
 
 
+def _is_large(job: Job) -> bool:
+    return job.large
+
+
+def sound(future: Future) -> bool:
+    """Whether a result has come, of a process in which nothing had gone wrong by then."""
+    return future.done() and not future.cancelled() and future.exception() is None and not future.result()[1]
+
+
 class Crew:
     """Processes with a runner each. What kills one costs nothing but time: its tasks are run again, isolated."""
 
@@ -134,10 +144,10 @@ class Crew:
 
     def _ordered(self, waiting: deque[Job], more: Callable[[], bool]) -> Iterator[Checked]:
         started = lambda job: (job, self._submit(job))  # noqa: E731
-        large = deque(self._submit(job) for job in waiting if job.large)  # at once, in a pool of their own
+        large = deque(self._submit(job) for job in filter(_is_large, waiting))  # at once, in a pool of their own
         running: deque[tuple[Job, Future]] = deque()
         while (waiting or running) and more():
-            while waiting and len(running) < 4 * self.count:
+            while waiting and len(running) < AHEAD * self.count:
                 job = waiting.popleft()
                 running.append((job, large.popleft()) if job.large else started(job))
             job, future = running.popleft()
@@ -147,8 +157,9 @@ class Crew:
                 checked, poisoned = self._isolated(job), True
             if poisoned:  # no later result of that process means anything
                 self.close()
-                running = deque(started(job) for job, _ in running)
-                large = deque(self._submit(job) for job in waiting if job.large)
+                again = lambda job, future: (job, future) if sound(future) else started(job)  # noqa: E731
+                running = deque(again(job, future) for job, future in running)
+                large = deque(again(job, future)[1] for job, future in zip(filter(_is_large, waiting), large))
             yield checked
 
     def _submit(self, job: Job) -> Future:

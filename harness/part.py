@@ -83,6 +83,32 @@ class Measured:
     statistics: Statistics
 
 
+@dataclass(frozen=True)
+class RowErrors:
+    """Rms of the error and of the sigmas of every row `[N, rows]`, which rows are not 0, and what that says of them."""
+
+    error: Tensor
+    sigma: Tensor
+    alive: Tensor
+    limits: Limits
+
+    def lost(self, scale: Tensor) -> Tensor:
+        """Rows of which too little is right, whatever their sigmas."""
+        return self.error > self.limits.unstable_row * scale
+
+    def vague(self, scale: Tensor) -> Tensor:
+        """Rows whose sigmas allow nearly anything."""
+        return (self.sigma > self.limits.uninformative * scale) & self.alive
+
+    def say_nothing(self, rows: Tensor) -> bool:
+        """Whether those are so many that the block proves nothing."""
+        return float(rows.double().mean()) > self.limits.uninformative_rows
+
+    def doubtful(self, scale: Tensor) -> bool:
+        """Whether the block may be unstable or prove nothing: what the plain recurrence loses has to tell."""
+        return bool(self.lost(scale).any()) or self.say_nothing(self.vague(scale))
+
+
 class Part:
     """Some heads of a call: inputs, exact results, replicas, and what the judgements of several quantities share."""
 
@@ -94,28 +120,37 @@ class Part:
         exact: Mapping[str, Tensor],
         grids: RandomGrids,
         first: int | None = None,
+        at_once: int | None = None,
     ):
-        """`first`: begin with so many of the replicas of `grids`; `complete` goes on with the others."""
+        """`first`: begin with so many of the replicas of `grids`; `complete` goes on with the others. `at_once`: as
+        many as memory allows in one run.
+        """
         self.call, self.queries, self.inputs, self.exact, self.seed = call, queries, inputs, exact, grids.seed
+        self.at_once = at_once or grids.replicas
         self.evaluator = call.evaluator(inputs)
         self.everything = grids
         grids.forget()
-        self._judge_by(grids.some(0, first or grids.replicas))
+        self.replicas: dict[str, Tensor] = {}
+        self.count = 0
+        self._judge_by(first or grids.replicas)
 
-    def _judge_by(self, rounding: RandomGrids, known: Mapping[str, Tensor] | None = None) -> None:
-        """Run these replicas, and judge by them and those that are `known`."""
-        replicas = self.evaluator(rounding, self.call.spec.algorithm)
-        self.replicas = {name: torch.cat([known[name], x]) for name, x in replicas.items()} if known else replicas
-        self.count = len(next(iter(self.replicas.values())))
-        self.of_limits = self.call.limits.share(self.count)
+    def _judge_by(self, count: int) -> None:
+        """Judge by so many replicas; those that are missing are run."""
+        runs = [self.replicas] if self.count else []
+        for first in range(self.count, count, self.at_once):
+            rounding = self.everything.some(first, min(first + self.at_once, count))
+            runs.append(self.evaluator(rounding, self.call.spec.algorithm))
+        self.replicas = {name: torch.cat([run[name] for run in runs]) for name in runs[0]}
+        self.count = count
+        self.of_limits = self.call.limits.share(count)
         self.first = self.of_limits < 1  # a first look, which says OK or SUSPECT; see NOTE [First look]
-        self.overflowed = rounding.overflowed
+        self.overflowed = self.everything.overflowed
         self.share: dict[str, float] = {}  # quantity -> largest sigma of a row, in units of the row's scale
 
     def complete(self) -> None:
         """Judge by all replicas from now on."""
         if self.count < self.everything.replicas:
-            self._judge_by(self.everything.some(self.count, self.everything.replicas), self.replicas)
+            self._judge_by(self.everything.replicas)
 
     @cached_property
     def plain(self) -> dict[str, Tensor]:
@@ -210,25 +245,23 @@ class Part:
         scale: Tensor,
     ) -> str:
         limits = self.call.limits
-        row_error, row_sigma, alive = rms(error), rms(stats.sigma), rms(exact) > 0
         allowed = math.inf if self._sum_unresolved else limits.relaxed
         relaxed = bool(over) and all(ratio <= allowed for ratio in over.values())
-        vague = (row_sigma > self.of_limits * limits.uninformative * scale) & alive
-        doubtful = bool(((row_error > limits.unstable_row * scale) | vague).any())
+        rows = RowErrors(rms(error), rms(stats.sigma) / self.of_limits, rms(exact) > 0, limits)
         if self.first:
-            return "SUSPECT" if over or doubtful else "OK"
-        if not doubtful and not relaxed:
+            return "SUSPECT" if over or rows.doubtful(scale) else "OK"
+        if not relaxed and not rows.doubtful(scale):
             return "BUG" if over else "OK"
         scale = torch.maximum(scale, self._terms(name, block))
+        if not over and not rows.doubtful(scale):
+            return "OK"
         plain = rms((block.take(self.plain[name]) - exact).square().mean(0).sqrt() + stats.rounding / 1.7)
-        loses = (row_sigma > limits.unstable_row / 10 * scale) & (row_sigma > limits.unstable_factor / 2 * plain)
+        loses = (rows.sigma > limits.unstable_row / 10 * scale) & (rows.sigma > limits.unstable_factor / 2 * plain)
         if over and not (relaxed and (allowed == math.inf or bool(loses.any()))):
             return "BUG"
-        lost = (row_error > limits.unstable_row * scale) & (row_error > limits.unstable_factor * plain)
-        if over or bool(lost.any()):
+        if over or bool((rows.lost(scale) & (rows.error > limits.unstable_factor * plain)).any()):
             return "UNSTABLE"
-        vague = ((plain > limits.uninformative * scale) & alive).double().mean()
-        return "UNINFORMATIVE" if float(vague) > limits.uninformative_rows else "OK"
+        return "UNINFORMATIVE" if rows.say_nothing(rows.vague(scale) & (plain > limits.uninformative * scale)) else "OK"
 
     @cached_property
     def _gate(self) -> Tensor:

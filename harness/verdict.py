@@ -24,9 +24,11 @@ __all__ = ["SEVERITY", "Census", "Verdict", "Wrong", "judge", "severity", "worst
 STATE_STEPS = {"cpu": 4e9, "cuda": 2e9}  # replicas x tokens x heads x K x V that are judged; see NOTE [Heads judged]
 PART_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}  # replicas x tokens x heads x width of one part: bounds memory
 FIRST_LOOK = {"cpu": 2**17, "cuda": 2**24}  # elements of the largest tensors of a screen from which a first look pays
-# What the chunkwise algorithm, whose autograd keeps pairwise decays and dozens of states of every chunk, takes in units
-# of 160 bytes: for an element of a row, and for one of a state. Measured: 1.3 kB at 64 tokens a chunk, 94 GiB at 16.
-ROW_WEIGHT, STATE_WEIGHT = 2, 3
+# What the chunkwise algorithm, whose autograd keeps much of every chunk, takes in units of 160 bytes: for an element of
+# a row, of a state, and of the pairwise decays of a block; in pieces so many times as much. Measured at K = V = 128, in
+# kB for each token of a replica of a head: 89 and 211 at 64 tokens a chunk (anchored, and pairs), 151 and 300 at 16,
+# 565 and 533 in pieces of those.
+ROW_WEIGHT, STATE_WEIGHT, PAIR_WEIGHT, PIECES_WEIGHT = 4, 1, 0.5, 2.5
 SUSPECTS = frozenset({"BUG", "UNSTABLE"})  # classes of a screen that are looked at again
 
 
@@ -155,10 +157,11 @@ class _Case:
         """(state steps, weighted elements of a tensor) of one query head."""
         x, tokens = self.inputs, replicas * sum(self.call.layout.lengths) * self.call.heads.group
         K, V = self.call.heads.K, 1 if self.call.entry == "gate" else x["v"].shape[-1]
-        width = max(K, V)
-        if self.call.spec.algorithm == "chunk":
-            chunk = self.call.spec.chunk or self.call.options.chunk_size
-            width = ROW_WEIGHT * width + STATE_WEIGHT * K * V / chunk
+        width, spec = max(K, V), self.call.spec
+        if spec.algorithm == "chunk":
+            width = ROW_WEIGHT * width + STATE_WEIGHT * K * V / (spec.chunk or self.call.options.chunk_size)
+            width += 0 if (spec.diagonal or "pair").startswith("anchor") else PAIR_WEIGHT * BLOCK * K
+            width *= PIECES_WEIGHT if spec.segment else 1
         return max(1.0, float(tokens * K * V)), max(1.0, float(tokens * width))
 
     def _budget(self, budgets: Mapping[str, float]) -> float:
@@ -171,7 +174,12 @@ class _Case:
         count = min(len(queries), max(1, int(self._budget(STATE_STEPS) / steps)))
         return sorted({queries[round(i * (len(queries) - 1) / max(count - 1, 1))] for i in range(count)})
 
+    def _at_once(self, queries: int) -> int:
+        """Replicas of so many heads that memory allows, at least one."""
+        return max(1, int(self._budget(PART_ELEMENTS) / self._cost(1)[1] / queries))
+
     def _parts(self, queries: list[int], replicas: int) -> Iterable[list[int]]:
+        """As many heads at a time as memory allows with so many replicas; with fewer, if it does not allow one."""
         size = max(1, int(self._budget(PART_ELEMENTS) / self._cost(replicas)[1]))
         return (queries[first : first + size] for first in range(0, len(queries), size))
 
@@ -181,7 +189,8 @@ class _Case:
         mine = lambda tensors: {n: slice_output(n, tensors[n], queries, heads) for n in names}  # noqa: E731
         inputs, got = slice_heads(self.inputs, queries, self.call.entry), mine(self.got)
         first = limits.first if replicas == limits.screen and self._dear(len(queries)) else replicas
-        part = Part(self.call, queries, inputs, mine(self.exact), self.grids(replicas, seed), first)
+        grids, at_once = self.grids(replicas, seed), self._at_once(len(queries))
+        part = Part(self.call, queries, inputs, mine(self.exact), grids, first, at_once)
         verdicts = {name: part.verdict(name, y) for name, y in got.items()}
         share, unclear = dict(part.share), [name for name in names if verdicts[name].klass == "SUSPECT"]
         if unclear:

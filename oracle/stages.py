@@ -190,11 +190,11 @@ class ChunkedRows:
         stages, step = forms[self.model.form](A_qk, A_kk, *decayed)
         scale, decay = self.scale[:, :, 0] if isinstance(self.scale, Tensor) else self.scale, grown[..., -1, :]
         self.carried, self.values, outputs = [state], [], []
-        for c in range(self.q.shape[2]):
-            inter = self.product("q_state", decayed[0][:, :, c], state, self.model.operand)
+        for c, (q, shrunk) in enumerate(zip(each(decayed[0]), each(decay))):
+            inter = self.product("q_state", q, state, self.model.operand)
             intra, value, gained = step(c, state)
             outputs.append(scale * inter + intra)
-            grown_state = Decayed.apply(decay[:, :, c], state, self.rounding, self.model.kept) + gained
+            grown_state = Decayed.apply(shrunk, state, self.rounding, self.model.kept) + gained
             state = Rounded.apply(grown_state, self.rounding, "chunk.state", self.model.state)
             self.carried.append(state)
             self.values.append(value)
@@ -217,11 +217,12 @@ class ChunkedRows:
         R = Inverse.apply(torch.tril(A_kk * self.beta, -1), self.rounding, self.model)
         w = self.product("w", R, self.beta * k_grown, operand)
         u = Rounded.apply(self.product("u", R, self.beta * self.v, operand), self.rounding, "chunk.u.store", operand)
+        of_w, of_u, of_A, of_rest = map(each, (w, u, A_qk, k_rest))
 
         def step(c: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            value = u[:, :, c] - self.product("w_state", w[:, :, c], state, operand)
-            intra = self.product("A_value", A_qk[:, :, c], value, operand)
-            return intra, value, self.product("k_value", k_rest[:, :, c].mT, value, operand)
+            value = of_u[c] - self.product("w_state", of_w[c], state, operand)
+            intra = self.product("A_value", of_A[c], value, operand)
+            return intra, value, self.product("k_value", of_rest[c].mT, value, operand)
 
         return {"inverse": R, "w": w, "u": u}, step
 
@@ -233,13 +234,15 @@ class ChunkedRows:
         R = Inverse.apply(torch.tril(A_kk * weight, -1), self.rounding, self.model)
         response = self.product("response", A_qk * weight, R, self.model.merge)
         response = Rounded.apply(response, self.rounding, "chunk.response.store", operand)
+        of_v, of_k, of_R, of_response = map(each, (self.v, k_grown, R, response))
+        of_beta, of_rest = each(self.beta), each(self.beta * k_rest)
 
         def step(c: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            x = self.v[:, :, c] - self.product("k_state", k_grown[:, :, c], state, operand)
+            x = of_v[c] - self.product("k_state", of_k[c], state, operand)
             x = Rounded.apply(x, self.rounding, "chunk.x", operand)
-            y = R[:, :, c] @ x
-            gained = self.product("k_value", (self.beta * k_rest)[:, :, c].mT, y, operand)
-            return response[:, :, c] @ x, self.beta[:, :, c] * y, gained
+            y = of_R[c] @ x
+            gained = self.product("k_value", of_rest[c].mT, y, operand)
+            return of_response[c] @ x, of_beta[c] * y, gained
 
         return {"inverse": R}, step
 
@@ -248,16 +251,23 @@ class ChunkedRows:
         operand, weight = self.model.operand, self.beta.mT
         L = torch.tril(A_kk * weight, -1)
         R = Inverse.apply(L, self.rounding, self.model)
+        of_v, of_k, of_L, of_R = map(each, (self.v, k_grown, L, R.detach()))
+        of_beta, of_rest, of_A = map(each, (self.beta, self.beta * k_rest, A_qk * weight))
 
         def step(c: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            x = self.v[:, :, c] - self.product("k_state", k_grown[:, :, c], state, operand)
+            x = of_v[c] - self.product("k_state", of_k[c], state, operand)
             x = Rounded.apply(x, self.rounding, "chunk.x", operand)
-            y = Solved.apply(L[:, :, c], R[:, :, c].detach(), x, self.rounding, operand)
-            gained = self.product("k_value", (self.beta * k_rest)[:, :, c].mT, y, operand)
-            intra = self.product("A_value", (A_qk * weight)[:, :, c], y, operand)
-            return intra, self.beta[:, :, c] * y, gained
+            y = Solved.apply(of_L[c], of_R[c], x, self.rounding, operand)
+            gained = self.product("k_value", of_rest[c].mT, y, operand)
+            intra = self.product("A_value", of_A[c], y, operand)
+            return intra, of_beta[c] * y, gained
 
         return {"inverse": R}, step
+
+
+def each(x: Tensor) -> tuple[Tensor, ...]:
+    """The chunks of `[M, R, chunks, ..]`, cut all at once: the gradient of a slice alone is as large as x."""
+    return x.unbind(2)
 
 
 def chunked(rows: Rows, gate: Tensor, scale: float, model: ChunkModel, rounding: Rounding) -> ChunkedRows:

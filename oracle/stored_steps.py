@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from oracle.chunk_steps import Inverse, Rounded
-from oracle.stages import ChunkedRows
+from oracle.stages import ChunkedRows, each
 
 
 class StoredRows(ChunkedRows):
@@ -39,11 +39,12 @@ class StoredRows(ChunkedRows):
         beta, decay = stored("beta", self.beta), self.exp2("stored.decay", self.G[..., -1, :])
         state = Rounded.apply(state, self.rounding, "chunk.state.first", kept)
         self.carried, self.values, outputs = [state], [], []
-        for c in range(self.q.shape[2]):
-            x = stored("x", self.v[:, :, c] - stored("k_state", k[:, :, c] @ state))
-            y = stored("y", R[:, :, c] @ stored("x.weighted", beta[:, :, c] * x))
-            outputs.append(stored("inter", q[:, :, c] @ state) + stored("intra", A_qk[:, :, c] @ y))
-            grown = decay[:, :, c, :, None] * state + rest[:, :, c].mT @ y
+        chunks = zip(*map(each, (self.v, q, k, R, beta, A_qk, decay[..., None], rest)))
+        for v_c, q_c, k_c, R_c, beta_c, A_c, decay_c, rest_c in chunks:
+            x = stored("x", v_c - stored("k_state", k_c @ state))
+            y = stored("y", R_c @ stored("x.weighted", beta_c * x))
+            outputs.append(stored("inter", q_c @ state) + stored("intra", A_c @ y))
+            grown = decay_c * state + rest_c.mT @ y
             state = Rounded.apply(grown, self.rounding, "chunk.state", kept)
             self.carried.append(state)
             self.values.append(y)

@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
 import torch
 
-from harness.crew import Crew, Job, Settings, processes, with_patience
+from harness.crew import Crew, Job, Settings, processes, sound, with_patience
 from harness.families import family
 from harness.fitting import fitted
 from harness.runner import Checked, Runner
@@ -115,6 +117,39 @@ def test_killed_processes_cost_no_result(large, tmp_path):
         here.close()
     assert [c.problem for c in found] == [job.problem for job in given]
     assert {v.klass for c in found for v in c.verdicts} == {"OK"}
+
+
+def future(result: object = None, error: Exception | None = None) -> Future:
+    made: Future = Future()
+    if error is not None:
+        made.set_exception(error)
+    elif result is not None:
+        made.set_result(result)
+    return made
+
+
+@pytest.mark.parametrize(
+    "made, expected",
+    [
+        (future(("checked", False)), True),
+        (future(("checked", True)), False),
+        (future(error=BrokenProcessPool()), False),
+        (future(), False),
+    ],
+    ids=["done", "done-after-an-illegal-access", "died", "under-way"],
+)
+def test_what_is_kept_when_the_processes_start_anew(made, expected):
+    assert sound(made) is expected
+
+
+def test_a_long_job_does_not_keep_the_others_waiting(tmp_path, monkeypatch):
+    """Results come in order; the jobs behind the first one are under way all the same."""
+    under_way = []
+    monkeypatch.setattr(Crew, "_submit", lambda self, job: (under_way.append(job), future((job, False)))[1])
+    here = Runner(load_subject("kda"), "cpu", tmp_path)
+    results = Crew(Settings("kda", "cpu", tmp_path), 2, here).check(jobs() * 20, lambda: True)
+    next(results)
+    assert len(under_way) == len(jobs() * 20)
 
 
 OUT_OF_MEMORY = Verdict("call", "CRASH", float("inf"), "crash", "OutOfMemoryError: CUDA out of memory")

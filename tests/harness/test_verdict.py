@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness import verdict as verdict_module
-from harness.part import Call
+from harness.part import Call, RowErrors
 from harness.verdict import declared_format, judge, worst
 from kda.precision import PrecisionSpec
 from oracle.envelope import LIMITS
@@ -281,21 +281,37 @@ class TestBudgets:
         found = classes(x, perfect(x))["o"]
         assert found.census.elements == 20 * 6 * 8 and not found.message
 
+    def test_replicas_go_in_runs_that_memory_allows(self, monkeypatch):
+        """A confirmation has five times the replicas of a screen: at once they took 94 GiB of a GPU."""
+        x = problem(H=1, HV=1)
+        y = planted(perfect(x), "o", lambda y: y[0, 3].mul_(1.2))
+        found, counts = replicas_of_runs(monkeypatch, x, y)
+        self.limit(monkeypatch, 20, per_part=1)
+        in_runs, fewer = replicas_of_runs(monkeypatch, x, y)
+        assert max(counts) == LIMITS.confirm and max(fewer) == LIMITS.screen and sum(fewer) == sum(counts)
+        assert {n: v.klass for n, v in in_runs.items()} == {n: v.klass for n, v in found.items()}
+        assert {n: v.ratio for n, v in in_runs.items()} == pytest.approx({n: v.ratio for n, v in found.items()})
+
+
+def replicas_of_runs(monkeypatch, x, y, **given):
+    """(classes, replicas of every run of the oracle with any)."""
+    counts, run = [], Call.evaluator
+
+    def counting(call, inputs):
+        evaluate = run(call, inputs)
+        return lambda rounding, *rest: (counts.append(rounding.replicas), evaluate(rounding, *rest))[1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Call, "evaluator", counting)
+        return classes(x, y, **given), [count for count in counts if count]
+
 
 class TestFirstLook:
     """Large problems are first looked at with some of the replicas."""
 
     def runs(self, monkeypatch, x, y, large=1, **given):
-        """(classes, replicas of every run of the oracle with any)."""
         monkeypatch.setattr(verdict_module, "FIRST_LOOK", {"cpu": large})
-        counts, run = [], Call.evaluator
-
-        def counting(call, inputs):
-            evaluate = run(call, inputs)
-            return lambda rounding, *rest: (counts.append(rounding.replicas), evaluate(rounding, *rest))[1]
-
-        monkeypatch.setattr(Call, "evaluator", counting)
-        return classes(x, y, **given), [count for count in counts if count]
+        return replicas_of_runs(monkeypatch, x, y, **given)
 
     @pytest.mark.parametrize("spec", [RECURRENT, CHUNK], ids=["recurrent", "chunk"])
     def test_a_right_result_is_cleared_by_it(self, monkeypatch, spec):
@@ -319,6 +335,19 @@ class TestFirstLook:
         if full[name].klass == "BUG":  # bf16 products hide the small ones
             assert counts[:2] == [LIMITS.first, LIMITS.screen - LIMITS.first]
             assert found[name].ratio == pytest.approx(full[name].ratio)
+
+
+@pytest.mark.parametrize(
+    "lost, vague, expected",
+    [(0, 0, False), (0, 2, False), (0, 3, True), (1, 0, True)],
+    ids=["clear", "few-vague-rows", "many-vague-rows", "a-lost-row"],
+)
+def test_the_plain_recurrence_is_asked_only_where_it_can_tell(lost, vague, expected):
+    """It costs several times the rest of a verdict; a few rows of which nothing is known are no reason."""
+    scale = torch.ones(1, 20)
+    error, sigma = torch.full((1, 20), 0.01), torch.full((1, 20), 0.01)
+    error[0, :lost], sigma[0, 20 - vague :] = 0.2, 0.3
+    assert RowErrors(error, sigma, scale > 0, LIMITS).doubtful(scale) is expected
 
 
 class TestGate:
