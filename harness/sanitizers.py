@@ -11,6 +11,11 @@ NAME = "compute-sanitizer"
 # NOTE [Writes of the same value]
 # Triton lets every thread that holds a copy of a number write it to shared memory, all of them to one place. That is a
 # hazard of two writes to racecheck, which prints both values; where they are equal, no order of the writes matters.
+
+# NOTE [Writes by TMA]
+# What a kernel writes through a tensor descriptor no thread writes, and initcheck takes it for never written: on an
+# H200 it reported the states of the fused backward pass. With KDA_TMA=0 our kernels use no descriptors, and compute the
+# same.
 _HAZARD = re.compile(r"Current Value : (\S+), Incoming Value : (\S+)")
 _KERNEL = re.compile(r"\bat ([\w:<>~]+)\+0x")
 _ACCESS = re.compile(r"Access to \S+ is (.+)")
@@ -41,7 +46,8 @@ class Watch:
 
     def environment(self, base: dict[str, str] | None) -> dict[str, str]:
         """Every tensor an allocation of its own: in a block that torch divides, nobody sees where one of them ends."""
-        return {**(os.environ if base is None else base), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        seen = {"KDA_TMA": "0"} if self.tool == "initcheck" else {}  # NOTE [Writes by TMA]
+        return {**(os.environ if base is None else base), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **seen}
 
     def faults(self) -> tuple[str, ...]:
         """What was reported since the last time, each kind once for each kernel."""

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,6 +50,11 @@ def arch(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def has_tma(device: torch.device) -> bool:
+    """Whether kernels may use tensor descriptors there; KDA_TMA=0 says no, with the same results."""
+    return arch(device) >= TMA_ARCH and os.environ.get("KDA_TMA") != "0"
+
+
 def slots_of(call: Call) -> int:
     """Places for chunks: their number in a dense batch, and no fewer in a packed one."""
     B, T = call.q.shape[:2]
@@ -80,7 +86,7 @@ class FusedPlan:
             slots=slots,
             gate=activation if call.use_gate_in_kernel else "none",
             solved="fp16" if small else "tf32",
-            tma=arch(call.q.device) >= TMA_ARCH and T * call.sequences > 0 and max(3 * BLOCK, V) * slots * HV < 2**31,
+            tma=has_tma(call.q.device) and T * call.sequences > 0 and max(3 * BLOCK, V) * slots * HV < 2**31,
         )
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness import cli, sanitizers
 from harness.families import family
@@ -13,6 +14,7 @@ from harness.fitting import fitted
 from harness.runner import Runner
 from harness.sanitizers import Watch
 from harness.subject import load_subject
+from kda import fused_fwd
 
 MEMCHECK = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ write of size 2 bytes
@@ -66,6 +68,15 @@ def test_reports_are_read_once(tool, said, expected, tmp_path):
     with open(watch.log, "a") as log:
         log.write(said)
     assert watch.faults() == expected
+
+
+@pytest.mark.parametrize("tool, tma", [("memcheck", None), ("racecheck", None), ("initcheck", "0")])
+def test_initcheck_sees_no_write_by_tma_and_so_there_is_none(tool, tma, tmp_path, monkeypatch):
+    environment = Watch(tool, tmp_path).environment({})
+    assert environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **({} if tma is None else {"KDA_TMA": tma})}
+    monkeypatch.setattr(fused_fwd, "arch", lambda device: fused_fwd.TMA_ARCH)
+    monkeypatch.setattr(os, "environ", environment)
+    assert fused_fwd.has_tma(torch.device("cuda")) is (tma is None)
 
 
 @pytest.fixture
