@@ -37,6 +37,7 @@ from harness.variants import in_turn
 
 BOTH_ENTRIES = ("generic", "ragged")  # families that ask a route for both of its entries
 REPEAT_EVERY = 4  # of the problems on a route, this share is run twice and compared bit by bit
+DEFAULT_CHUNK = Problem.chunk_size
 REPLAYED = "replayed"  # in the place of a family: problems that some runner has found
 UNPROVEN_SHOWN = 100
 FINDINGS_SHRUNK = 12  # distinct failures of a run that are worth shrinking
@@ -121,7 +122,7 @@ def plan(
         for family in FAMILIES:
             if not fnmatch.fnmatch(family.name, families) or not _asked(subject, route, family, device):
                 continue
-            tasks = tasks_of(route.id, route.entry, family, profile, seed, device, route.nearest)
+            tasks = tasks_of(route.id, route.entry, family, profile, seed, device, route.nearest, route.spec.chunk)
             queues.append(list(dict.fromkeys(_held_to(shape, task) for task in tasks)))
     rounds = max(map(len, queues), default=0)
     ordered = [queue[i] for i in range(rounds) for queue in queues if i < len(queue)]
@@ -156,12 +157,15 @@ def tasks_of(
     seed: int,
     device: str,
     nearest: Callable[[Problem], Problem] = lambda problem: problem,
+    own_chunk: int | None = None,
 ) -> Iterator[Task]:
     """What a family asks of a route: its examples, then generated problems, each as the route takes it, or `nearest` to
-    that: what is not covered then is told with the reason.
+    that: what is not covered then is told with the reason. An example with small chunks, long so that there are many,
+    is nothing new to a route whose `own_chunk` is smaller still.
     """
     for example in family.examples:
-        problem = fitted(example, route, entry)
+        many = example.chunk_size < DEFAULT_CHUNK and own_chunk is not None and own_chunk < example.chunk_size
+        problem = None if many else fitted(example, route, entry)
         if problem is not None:
             yield Task(route, family.name, nearest(problem), True, family.gpu_only)
     if not family.gpu_only:

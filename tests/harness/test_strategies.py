@@ -69,6 +69,17 @@ def test_every_own_route_is_planned_enough():
     assert required == sorted(required, reverse=True), "examples come before what is drawn"
 
 
+CHUNKED = [route for route in load_subject("kda").routes if route.spec.algorithm == "chunk"]
+
+
+@pytest.mark.parametrize("route", CHUNKED, ids=[route.id for route in CHUNKED])
+def test_every_chunk_route_goes_through_64_chunks_once(route):
+    """Of its own, or of the smallest chunk_size; what is longer is there for a route with larger ones."""
+    tasks = check.plan(load_subject("kda"), PROFILES["ci"], route.id, "slow_decay", "cpu", seed=0)
+    chunks = [sum(task.problem.lengths) / (route.spec.chunk or task.problem.chunk_size) for task in tasks]
+    assert sum(count >= 64 for count in chunks) == 1
+
+
 def test_boundaries_are_among_the_examples():
     seen = {length for example in family("ragged").examples for length in example.lengths}
     assert {0, 1, 15, 16, 17, 63, 64, 65, 100} <= seen
