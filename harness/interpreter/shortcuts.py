@@ -10,6 +10,9 @@ import triton.runtime.interpreter as stock
 from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import TensorHandle
 
+from harness.interpreter import blocks, functions, operators
+from harness.interpreter.blocks import common_shape, name, shaped
+
 # NOTE [Shortcuts]
 # Of the 80 us that an operation on a small tile takes in the stock interpreter numpy has two. The rest makes and
 # compares types that are the same every time, stretches operands that numpy stretches by itself, and looks for an
@@ -18,55 +21,21 @@ from triton.runtime.interpreter import TensorHandle
 # promotions and errors stay.
 
 _CHECKED = tl.load.__code__  # of every function of the language: a check, then the call of what it wraps
+_NARROW = {"bf16", "fp16"}
+_WIDE = {"fp32", "fp64", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}
 _MOST_DECISIONS = 2**14  # loop counters are numbers too
+_PLAIN = {
+    **{(tl.tensor, name): plain for name, plain in {**operators.METHODS, **functions.METHODS}.items()},
+    **{(home, name): plain for home in (tl, tl.core) for name, plain in functions.FUNCTIONS.items()},
+}
 
 
 def take() -> None:
     """Make every replacement; the language must not have been patched for the interpreter before."""
-    _share_block_types()
-    _share_shapes()
+    blocks.share()
     stock.interpreter_semantic.__class__ = Semantic
     stock._patch_attr = _patch_attr
     object.__setattr__(stock.interpreter_builder.options, "sanitize_overflow", False)
-
-
-def _share_block_types() -> None:
-    """One object for each element type and shape; `sizes` of a type is its shape, () for a scalar."""
-    make, known = tl.block_type.__init__, {}
-
-    def new(cls, element_ty, shape):
-        sizes = tuple(n.value if isinstance(n, tl.constexpr) else n for n in shape)
-        key = _name(element_ty), sizes
-        if key not in known:
-            made = object.__new__(cls)
-            make(made, element_ty, list(sizes))
-            made.sizes = sizes
-            known[key] = made
-        return known[key]
-
-    tl.dtype.sizes = ()
-    tl.block_type.__new__ = new
-    tl.block_type.__init__ = lambda self, element_ty, shape: None
-
-
-def _name(kind: tl.dtype) -> tuple:
-    """What tells one element type from another; pointer types have no hash."""
-    return kind.name, getattr(kind, "address_space", None)
-
-
-def _share_shapes() -> None:
-    """One object for each shape of a tensor, and for its size, as kernels see them."""
-    make, known = tl.tensor.__init__, {}
-
-    def init(self, handle, type):
-        sizes = type.sizes
-        if sizes not in known:
-            make(self, handle, type)
-            known[sizes] = self.shape, self.numel
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = known[sizes]
-
-    tl.tensor.__init__ = init
 
 
 def _patch_attr(obj, name, member, builder, scope) -> None:
@@ -79,10 +48,8 @@ def _patch_attr(obj, name, member, builder, scope) -> None:
         kwargs["_semantic"] = semantic
         return member(*args, **kwargs)
 
-    scope.set_attr(obj, name, call)
-
-
-_joined = functools.cache(np.broadcast_shapes)
+    plain = _PLAIN.get((obj, name))
+    scope.set_attr(obj, name, call if plain is None else plain(call))
 
 
 class Semantic(TritonSemantic):
@@ -107,7 +74,7 @@ class Semantic(TritonSemantic):
         left, right = lhs.type.sizes, rhs.type.sizes
         if left == right:
             return lhs, rhs
-        shape = _joined(left, right)
+        shape = common_shape(left, right)
         if left != shape:
             lhs = self.tensor(handle(lhs, shape), tl.block_type(lhs.dtype, shape))
         if right != shape:
@@ -128,13 +95,27 @@ class Semantic(TritonSemantic):
     def cast(self, input, dst_ty, fp_downcast_rounding=None):
         if input.dtype is dst_ty:
             return input
+        want = dst_ty.scalar
+        if fp_downcast_rounding is None and _is_one_conversion(input.dtype.name, want.name):
+            return self.tensor(self.builder.cast_impl(input.handle, want), shaped(want, input.type.sizes))
         return super().cast(input, dst_ty, fp_downcast_rounding)
+
+    def to_tensor(self, x, check_type=True):
+        return x if type(x) is tl.tensor else super().to_tensor(x, check_type)
+
+
+@functools.cache
+def _is_one_conversion(have: str, want: str) -> bool:
+    """Whether a cast is no more than one conversion by the builder; all of its conversions are one."""
+    if have in _NARROW:
+        return want == "fp32"
+    return have != want and have in _WIDE | {"int1"} and want in _WIDE | _NARROW
 
 
 def _kind(operand: object) -> tuple:
     """What the rules look at: the element type of a tensor, a number with its type and its sign."""
     if isinstance(operand, tl.tensor):
-        return _name(operand.dtype)
+        return name(operand.dtype)
     return type(operand), operand, math.copysign(1.0, operand)
 
 
