@@ -23,7 +23,7 @@ def encode(values: np.ndarray, toward_zero: bool = False) -> np.ndarray:
 
 
 def holds_bf16(handle: TensorHandle) -> bool:
-    return handle.dtype.scalar == tl.bfloat16 and handle.data.dtype == np.uint16
+    return handle.dtype.scalar.name == "bf16" and handle.data.dtype == np.uint16
 
 
 def values_of(handle: TensorHandle) -> np.ndarray:

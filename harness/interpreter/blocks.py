@@ -20,7 +20,7 @@ def share() -> None:
     tl.tensor.__init__ = _init_tensor
     TensorHandle.__init__ = _checked(TensorHandle.__init__)
     tl.core._unwrap_if_constexpr = _leaves_first(tl.core._unwrap_if_constexpr)
-    tl.dtype.__eq__ = _identity_first(tl.dtype.__eq__)
+    tl.dtype.__eq__ = _names_first(tl.dtype.__eq__)
 
 
 def name(kind: tl.dtype) -> tuple:
@@ -45,6 +45,7 @@ def _share_block_types() -> None:
     tl.dtype.sizes = ()
     tl.block_type.__new__ = new
     tl.block_type.__init__ = lambda self, element_ty, shape: None
+    tl.block_type.with_element_ty = lambda self, kind: shaped(kind, self.sizes)
 
 
 def joined(kind: tl.dtype, left: tl.dtype, right: tl.dtype) -> tl.dtype:
@@ -69,11 +70,6 @@ def shaped(kind: tl.dtype, sizes: tuple[int, ...]) -> tl.dtype:
         pass
     found = kind.shaped[sizes] = tl.block_type(kind, sizes)
     return found
-
-
-def truth(type_: tl.dtype) -> tl.dtype:
-    """The type of truth in the shape of a type."""
-    return shaped(tl.int1, type_.sizes)
 
 
 def _init_tensor(self, handle, type) -> None:
@@ -125,5 +121,6 @@ def _leaves_first(unwrap: Callable) -> Callable:
     return unwrap_if_constexpr
 
 
-def _identity_first(equal: Callable) -> Callable:
-    return lambda self, other: self is other or equal(self, other)
+def _names_first(equal: Callable) -> Callable:
+    plain = tl.dtype
+    return lambda self, other: self.name == other.name if type(other) is plain else equal(self, other)

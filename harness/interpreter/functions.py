@@ -24,7 +24,8 @@ _MOST_VALUES = 2**10
 _everywhere: dict[tuple[int, ...], TensorHandle] = {}
 _others: dict[tuple, TensorHandle | None] = {}
 _products: dict[tuple, tuple] = {}
-_FACTORS = {"fp32", "bf16", "fp16"}
+# With the ways of naming a precision whose meaning is fixed; for narrow factors it means nothing.
+_FACTORS = {"fp32": (str,), "bf16": (str, type(None)), "fp16": (str, type(None))}
 
 
 def _load(by_stock: Stock) -> Stock:
@@ -109,15 +110,15 @@ def _dot(by_stock: Stock) -> Stock:
     def dot(input, other, acc=None, input_precision=None, **options):
         options.pop("_semantic", None)
         given = (input, other) if acc is None else (input, other, acc)
-        plain = type(input_precision) is str and not options and all(type(x) is tl.tensor for x in given)
-        if not plain or input.dtype.name not in _FACTORS or len(input.type.sizes) > 3:
+        plain = not options and all(type(x) is tl.tensor for x in given) and len(input.type.sizes) <= 3
+        if not plain or type(input_precision) not in _FACTORS.get(input.dtype.name, ()):
             return by_stock(input, other, acc, input_precision, **options)
         types = [x.type for x in given]
         key = (*map(id, types), input_precision)
         found = _products.get(key)
         if found is None:
             result = by_stock(input, other, acc, input_precision)
-            precision = stock.interpreter_semantic._str_to_dot_input_precision(input_precision)
+            precision = stock.interpreter_semantic._str_to_dot_input_precision(input_precision or "ieee")
             _products[key] = result.type, _zeros(result.type), precision, types
             return result
         type_, start, precision, _ = found
@@ -151,8 +152,10 @@ def _index(by_stock: Stock) -> Stock:
 def _to(by_stock: Stock) -> Stock:
     def to(x, dtype, *how, **options):
         options.pop("_semantic", None)
-        if how or options or not isinstance(dtype, tl.dtype):
+        if how or not isinstance(dtype, tl.dtype) or (options and options != {"bitcast": True}):
             return by_stock(x, dtype, *how, **options)
+        if options:
+            return stock.interpreter_semantic.bitcast(x, dtype)
         return stock.interpreter_semantic.cast(x, dtype)
 
     return to

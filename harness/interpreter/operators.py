@@ -6,7 +6,7 @@ import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as stock
 
-from harness.interpreter.blocks import joined, made, truth
+from harness.interpreter.blocks import joined, made, shaped
 
 # NOTE [Operators]
 # Two operands of one plain element type are combined in that type, whatever the operator: the shape is all that is left
@@ -16,17 +16,17 @@ from harness.interpreter.blocks import joined, made, truth
 
 Stock = Callable[..., tl.tensor]
 
-ARITHMETIC = {"fp32": np.dtype(np.float32), "int32": np.dtype(np.int32), "int64": np.dtype(np.int64)}
-FLOATING = {"fp32": ARITHMETIC["fp32"]}
-BITS = {"int1": np.dtype(bool), "int32": ARITHMETIC["int32"], "int64": ARITHMETIC["int64"]}
-OFFSETS = {"int32", "int64"}
+INTEGERS = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64)}
+FLOATING = {"fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)}
+ARITHMETIC = FLOATING | INTEGERS
+BITS = INTEGERS | {"int1": np.dtype(bool)}
 
 _MOST_NUMBERS = 2**14  # loop counters are numbers too
 _NUMBERS = (int, float, bool)
 _UNKNOWN = object()
 
 
-def _binary(operation: np.ufunc, kinds: dict[str, np.dtype], division: bool = False, reflected: bool = False):
+def _binary(operation: Callable, kinds: dict[str, np.dtype], division: bool = False, reflected: bool = False):
     """An operator whose result has the type of its operands."""
 
     def of(by_stock: Stock) -> Stock:
@@ -34,24 +34,25 @@ def _binary(operation: np.ufunc, kinds: dict[str, np.dtype], division: bool = Fa
 
         def call(x, y, _semantic=None):
             kind = x.dtype
-            want = kinds.get(kind.name)
-            if want is not None:
-                type_ = x.type
-                if type(y) is tl.tensor:
-                    if y.dtype is kind:
-                        if y.type is not type_:
-                            type_ = joined(kind, type_, y.type)
-                        data = operation(x.handle.data, y.handle.data)
-                        if data.dtype is want:
-                            return made(data, x.handle.dtype, kind, type_)
-                else:
-                    number = numbers.of(x, y)
-                    if number is not None:
-                        left = x.handle.data
-                        data = operation(number, left) if reflected else operation(left, number)
-                        if data.dtype is want:
-                            return made(data, x.handle.dtype, kind, type_)
-            return by_stock(x, y)
+            if kind.name not in kinds:
+                return by_stock(x, y)
+            type_, held, left = x.type, x.handle.dtype, x.handle.data
+            if type(y) is tl.tensor:
+                if reflected:  # two tensors never come here by an operator
+                    return by_stock(x, y)
+                if y.dtype is not kind:
+                    if not _are_integers(kind, y.dtype):
+                        return by_stock(x, y)
+                    kind = held = tl.int64
+                if y.type is not type_:
+                    type_ = joined(kind, type_, y.type)
+                data = operation(left, y.handle.data)
+            else:
+                number = numbers.of(x, y)
+                if number is None:
+                    return by_stock(x, y)
+                data = operation(number, left) if reflected else operation(left, number)
+            return made(data, held, kind, type_) if data.dtype is kinds[kind.name] else by_stock(x, y)
 
         return call
 
@@ -66,22 +67,31 @@ def _comparison(operation: np.ufunc):
 
         def call(x, y, _semantic=None):
             kind = x.dtype
-            if kind.name in ARITHMETIC:
-                type_ = x.type
-                if type(y) is tl.tensor:
-                    if y.dtype is kind:
-                        if y.type is not type_:
-                            type_ = joined(kind, type_, y.type)
-                        return made(operation(x.handle.data, y.handle.data), x.handle.dtype, tl.int1, truth(type_))
-                else:
-                    number = numbers.of(x, y)
-                    if number is not None:
-                        return made(operation(x.handle.data, number), x.handle.dtype, tl.int1, truth(type_))
-            return by_stock(x, y)
+            if kind.name not in ARITHMETIC:
+                return by_stock(x, y)
+            type_, held = x.type, x.handle.dtype
+            if type(y) is tl.tensor:
+                if y.dtype is not kind:
+                    if not _are_integers(kind, y.dtype):
+                        return by_stock(x, y)
+                    held = tl.int64
+                number = y.handle.data
+                type_ = joined(tl.int1, type_, y.type)
+            else:
+                number = numbers.of(x, y)
+                if number is None:
+                    return by_stock(x, y)
+                type_ = shaped(tl.int1, type_.sizes)
+            return made(operation(x.handle.data, number), held, tl.int1, type_)
 
         return call
 
     return of
+
+
+def _are_integers(kind: tl.dtype, other: tl.dtype) -> bool:
+    """Of different widths: of which numpy and Triton both take the wider."""
+    return kind.name in INTEGERS and other.name in INTEGERS
 
 
 def _addition(by_stock: Stock) -> Stock:
@@ -89,27 +99,26 @@ def _addition(by_stock: Stock) -> Stock:
     plain = _binary(np.add, ARITHMETIC)(by_stock)
 
     def call(x, y, _semantic=None):
-        if type(x.dtype) is not tl.pointer_type:
+        kind, type_ = x.dtype, x.type
+        if type(kind) is not tl.pointer_type:
             return plain(x, y)
-        if type(y) is tl.tensor and y.dtype.name in OFFSETS:
-            kind, type_ = x.dtype, x.type
+        if type(y) is tl.tensor and y.dtype.name in INTEGERS:
+            offset = y.handle.data
             if y.type.sizes != type_.sizes:
                 type_ = joined(kind, type_, y.type)
-            step = max(1, x.handle.get_element_ty().primitive_bitwidth // 8)
-            data = x.handle.data + step * y.handle.data.astype(np.uint64)
-            return made(data, x.handle.dtype, kind, type_)
-        return by_stock(x, y)
+        elif type(y) is int and -(2**31) <= y < 2**31:
+            offset = np.array([y])
+        else:
+            return by_stock(x, y)
+        step = max(1, x.handle.get_element_ty().primitive_bitwidth // 8)
+        return made(x.handle.data + step * offset.astype(np.uint64), x.handle.dtype, kind, type_)
 
     return call
 
 
-def _negation(by_stock: Stock) -> Stock:
-    def call(x, _semantic=None):
-        if x.dtype.name == "fp32":
-            return made(np.negative(x.handle.data), x.handle.dtype, x.dtype, x.type)
-        return by_stock(x)
-
-    return call
+def _quotient(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Of integers, rounded to zero."""
+    return (left - np.fmod(left, right)) // right
 
 
 def where(by_stock: Stock) -> Stock:
@@ -185,6 +194,8 @@ METHODS = {
     "__rmul__": _binary(np.multiply, ARITHMETIC, reflected=True),
     "__truediv__": _binary(np.divide, FLOATING, division=True),
     "__rtruediv__": _binary(np.divide, FLOATING, division=True, reflected=True),
+    "__floordiv__": _binary(_quotient, INTEGERS, division=True),
+    "__mod__": _binary(np.fmod, INTEGERS, division=True),
     "__and__": _binary(np.bitwise_and, BITS),
     "__or__": _binary(np.bitwise_or, BITS),
     "__lt__": _comparison(np.less),
@@ -193,5 +204,4 @@ METHODS = {
     "__ge__": _comparison(np.greater_equal),
     "__eq__": _comparison(np.equal),
     "__ne__": _comparison(np.not_equal),
-    "__neg__": _negation,
 }

@@ -23,6 +23,8 @@ from harness.interpreter.blocks import common_shape, name, shaped
 _CHECKED = tl.load.__code__  # of every function of the language: a check, then the call of what it wraps
 _NARROW = {"bf16", "fp16"}
 _WIDE = {"fp32", "fp64", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}
+_SOLID = _NARROW | _WIDE
+_OPERANDS = (tl.tensor, int, float)
 _MOST_DECISIONS = 2**14  # loop counters are numbers too
 _PLAIN = {
     **{(tl.tensor, name): plain for name, plain in {**operators.METHODS, **functions.METHODS}.items()},
@@ -49,7 +51,10 @@ def _patch_attr(obj, name, member, builder, scope) -> None:
         return member(*args, **kwargs)
 
     plain = _PLAIN.get((obj, name))
-    scope.set_attr(obj, name, call if plain is None else plain(call))
+    if plain is None:
+        scope.set_attr(obj, name, call)
+    else:
+        scope.set_attr(obj, name, functools.update_wrapper(plain(call), call))
 
 
 class Semantic(TritonSemantic):
@@ -61,7 +66,10 @@ class Semantic(TritonSemantic):
         self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False
     ):
         """Both operands with the types that they are combined in; what is in them numpy will stretch."""
-        left, right = self._decision(lhs, rhs, (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod))
+        rules = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        if not isinstance(lhs, _OPERANDS) or not isinstance(rhs, _OPERANDS):
+            return super().binary_op_type_checking_impl(lhs, rhs, *rules)  # which will refuse them
+        left, right = self._decision(lhs, rhs, rules)
         lhs = self.cast(lhs, left.dtype) if isinstance(lhs, tl.tensor) else left
         rhs = self.cast(rhs, right.dtype) if isinstance(rhs, tl.tensor) else right
         return self._in_common(lhs, rhs, lambda x, shape: x.handle)
@@ -100,6 +108,12 @@ class Semantic(TritonSemantic):
             return self.tensor(self.builder.cast_impl(input.handle, want), shaped(want, input.type.sizes))
         return super().cast(input, dst_ty, fp_downcast_rounding)
 
+    def bitcast(self, input, dst_ty):
+        have, want = input.dtype, dst_ty.scalar
+        if have is not want and have.name in _SOLID and want.name in _SOLID and have.itemsize == want.itemsize:
+            return self.tensor(self.builder.create_bitcast(input.handle, want), shaped(want, input.type.sizes))
+        return super().bitcast(input, dst_ty)
+
     def to_tensor(self, x, check_type=True):
         return x if type(x) is tl.tensor else super().to_tensor(x, check_type)
 
@@ -109,7 +123,7 @@ def _is_one_conversion(have: str, want: str) -> bool:
     """Whether a cast is no more than one conversion by the builder; all of its conversions are one."""
     if have in _NARROW:
         return want == "fp32"
-    return have != want and have in _WIDE | {"int1"} and want in _WIDE | _NARROW
+    return have != want and have in _WIDE | {"int1"} and want in _SOLID
 
 
 def _kind(operand: object) -> tuple:
