@@ -29,16 +29,16 @@ _FACTORS = {"fp32": (str,), "bf16": (str, type(None)), "fp16": (str, type(None))
 
 
 def _load(by_stock: Stock) -> Stock:
-    def load(pointer, mask=None, other=None, **options):
-        place = _plain_pointer(pointer, options)
+    def load(pointer, mask=None, other=None, *more, **options):
+        place = _plain_pointer(pointer, more, options)
         if place is None or not _is_mask(mask, pointer) or (mask is None and other is not None):
-            return by_stock(pointer, mask, other, **options)
+            return by_stock(pointer, mask, other, *more, **options)
         if mask is not None and pointer.type.sizes != mask.type.sizes:
             pointer, mask = stock.interpreter_semantic.broadcast_impl_value(pointer, mask)
         values = None
         if other is not None:
             if type(other) not in _NUMBERS:
-                return by_stock(pointer, mask, other, **options)
+                return by_stock(pointer, mask, other, *more, **options)
             values = _filled(other, place, pointer)
         builder = stock.interpreter_builder
         masks = _everywhere_like(pointer) if mask is None else mask.handle
@@ -49,13 +49,13 @@ def _load(by_stock: Stock) -> Stock:
 
 
 def _store(by_stock: Stock) -> Stock:
-    def store(pointer, value, mask=None, **options):
-        place = _plain_pointer(pointer, options)
+    def store(pointer, value, mask=None, *more, **options):
+        place = _plain_pointer(pointer, more, options)
         if place is None or pointer.dtype.const or type(value) is not tl.tensor or not _is_mask(mask, pointer):
-            return by_stock(pointer, value, mask, **options)
+            return by_stock(pointer, value, mask, *more, **options)
         sizes = pointer.type.sizes
         if value.type.sizes != sizes or (mask is not None and mask.type.sizes != sizes):
-            return by_stock(pointer, value, mask, **options)
+            return by_stock(pointer, value, mask, *more, **options)
         value = stock.interpreter_semantic.cast(value, place)
         masks = _everywhere_like(pointer) if mask is None else mask.handle
         done = stock.interpreter_builder.create_masked_store(pointer.handle, value.handle, masks, *_UNREAD)
@@ -64,9 +64,9 @@ def _store(by_stock: Stock) -> Stock:
     return store
 
 
-def _plain_pointer(pointer: object, options: dict[str, object]) -> tl.dtype | None:
+def _plain_pointer(pointer: object, more: tuple, options: dict[str, object]) -> tl.dtype | None:
     """What is pointed to, where nothing but how it is cached is asked for."""
-    if type(pointer) is not tl.tensor or type(pointer.dtype) is not tl.pointer_type:
+    if more or type(pointer) is not tl.tensor or type(pointer.dtype) is not tl.pointer_type:
         return None
     options.pop("_semantic", None)
     if options and not all(name in _POLICIES and value in _POLICIES[name] for name, value in options.items()):
@@ -107,12 +107,12 @@ def _filled(number: int | float, place: tl.dtype, pointer: tl.tensor) -> TensorH
 def _dot(by_stock: Stock) -> Stock:
     """The shapes and types of each product are looked at once, by the stock code."""
 
-    def dot(input, other, acc=None, input_precision=None, **options):
+    def dot(input, other, acc=None, input_precision=None, *more, **options):
         options.pop("_semantic", None)
         given = (input, other) if acc is None else (input, other, acc)
-        plain = not options and all(type(x) is tl.tensor for x in given) and len(input.type.sizes) <= 3
+        plain = not more and not options and all(type(x) is tl.tensor for x in given) and len(input.type.sizes) <= 3
         if not plain or type(input_precision) not in _FACTORS.get(input.dtype.name, ()):
-            return by_stock(input, other, acc, input_precision, **options)
+            return by_stock(input, other, acc, input_precision, *more, **options)
         types = [x.type for x in given]
         key = (*map(id, types), input_precision)
         found = _products.get(key)
