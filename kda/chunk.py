@@ -76,5 +76,5 @@ def chunk_kda(
     )
     if cp_context is not None:
         return chunk_kda_cp(call, cp_context)[:2]
-    o, final_state, states = ops.dispatch(contract.validate(call))
+    o, final_state, states = ops.serve(call)
     return (o, final_state, states) if return_intermediate_states else (o, final_state)

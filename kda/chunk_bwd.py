@@ -96,7 +96,7 @@ def detached(call: Call) -> tuple[Call, list[Tensor | None], bool]:
     tensors = [dense(x) for x in given]
     differentiable = any(x is not None and x.requires_grad for x in tensors)
     if differentiable or any(x is not y for x, y in zip(given, tensors)):  # spared where it would change nothing
-        call = replace(call, **dict(zip(DIFFERENTIABLE, (None if x is None else x.detach() for x in tensors))))
+        call = call.but(**dict(zip(DIFFERENTIABLE, (None if x is None else x.detach() for x in tensors))))
     return call, tensors, differentiable and torch.is_grad_enabled()
 
 
@@ -104,7 +104,7 @@ def keep(ctx, call: Call, plan: object, tensors: Sequence[Tensor | None], stages
     """Save what `kept_gradients` needs: the inputs, and what else of the forward pass shall not be computed again."""
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, call.cu_seqlens, *stages)
-    ctx.call, ctx.plan = replace(call, **dict.fromkeys((*DIFFERENTIABLE, "cu_seqlens"))), plan
+    ctx.call, ctx.plan = call.but(**dict.fromkeys((*DIFFERENTIABLE, "cu_seqlens"))), plan
 
 
 def kept_gradients(
@@ -116,7 +116,7 @@ def kept_gradients(
     """
     count = len(DIFFERENTIABLE)
     tensors, (cu_seqlens, *kept) = saved[:count], saved[count:]
-    call = replace(ctx.call, **dict(zip(DIFFERENTIABLE, tensors)), cu_seqlens=cu_seqlens)
+    call = ctx.call.but(**dict(zip(DIFFERENTIABLE, tensors)), cu_seqlens=cu_seqlens)
     made = formula(call, ctx.plan, *grads, kept)
     wanted = zip(DIFFERENTIABLE, ctx.needs_input_grad[-count:])
     return tuple(made[name] if needed else None for name, needed in wanted)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda import record
+from kda import record, relaunch
 from kda.adjoints import allocate_tokens
 from kda.chunk_index import ChunkIndex
 from kda.chunk_intra import kda_chunk_decay_fwd_kernel, kda_chunk_intra_fwd_kernel
@@ -145,7 +145,7 @@ def launch(plan: Plan, kernel, programs: int, *arguments: object, **constants: o
     """Run a kernel on that many programs, and say so; none is fine."""
     if programs:
         record.note(plan.route, kernel.__name__, **constants)
-        kernel[(programs,)](*arguments, **constants)
+        relaunch.launch(kernel, programs, arguments, constants)
 
 
 def row_rstd(x: Tensor, plan: Plan) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -63,6 +63,13 @@ class Call:
     cu_seqlens_cpu: Tensor | None = None
     chunk_size: int = 64
     precision: str = "ieee"
+
+    def but(self, **changes: object) -> Self:
+        """The call with other arguments, as `dataclasses.replace` has it, in a tenth of the time."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made.__dict__.update(changes)
+        return made
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
@@ -157,7 +164,7 @@ class DecodeCall(Call):
 
 def validate(call: Call) -> Call:
     """Refuse anything that is not in the contract; returns the call, its numbers as floats."""
-    _check_transforms("q")
+    check_transforms("q")
     _check_tensors(call)
     _check_flags(call)
     _check_bound(call)
@@ -166,6 +173,11 @@ def validate(call: Call) -> Call:
     _check_state(call)
     if isinstance(call, DecodeCall):
         _check_decode(call)
+    return with_floats(call)
+
+
+def with_floats(call: Call) -> Call:
+    """The call with its numbers as floats, whatever numbers they were."""
     if type(call.scale) is float and type(call.lower_bound) in (float, type(None)):
         return call
     return replace(call, scale=float(call.scale), lower_bound=_as_float(call.lower_bound))
@@ -173,7 +185,7 @@ def validate(call: Call) -> Call:
 
 def validate_gate(call: GateCall) -> GateCall:
     """The contract of `fused_kda_gate`; returns the call, its numbers as floats."""
-    _check_transforms("g")
+    check_transforms("g")
     _check_tensor("g", call.g, "[B, T, HV, K]", 4, None, FLOAT_DTYPES, call.g)
     _check_lower_bound(call.lower_bound)
     _check_gate_parameters(True, call.lower_bound, call.A_log, call.dt_bias, call.g)
@@ -182,7 +194,7 @@ def validate_gate(call: GateCall) -> GateCall:
     return replace(call, lower_bound=_as_float(call.lower_bound))
 
 
-def _check_transforms(name: str) -> None:
+def check_transforms(name: str) -> None:
     """Batched tensors and tangents would be lost where kernels take the data, in some routes without a word."""
     if not torch.compiler.is_compiling() and (
         torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -14,7 +14,6 @@ from kda.fused_fwd import (
     FusedPlan,
     Tile,
     Workspace,
-    cut,
     options,
     prepare,
     run_scan,
@@ -22,6 +21,7 @@ from kda.fused_fwd import (
 )
 from kda.fused_scan_bwd import kda_fused_scan_bwd_kernel
 from kda.gate import dense
+from kda.relaunch import descriptor
 from kda.sums import sum_slots
 
 # By K, as those of the forward pass.
@@ -89,9 +89,8 @@ def reverse_scan(
     dh0 = None if call.initial_state is None else torch.empty_like(call.initial_state)
     blocks = (None,) * 6
     if takes_tma(plan, do):
-        operands = (cut(made.kq_decayed, K, C, K), cut(made.k_rest, K, C, K), cut(made.response, C, C, C))
-        kept = None if states is None else cut(states, K, tile.BV, K)
-        blocks = (*(cut(x, HV * V, C, tile.BV) for x in (do, dv)), *operands, kept)
+        kept = None if states is None else descriptor(states, K, (tile.BV, K))
+        blocks = (*(descriptor(x, HV * V, (C, tile.BV)) for x in (do, dv)), *made.descriptors(C), kept)
     arguments = (do, dv, *made.tensors(), dht, dh0, states, dense(call.cu_seqlens), *blocks)
     sizes = (2.0**plan.shift, 2.0**-plan.shift, T, HV)
     stages = tile.stages if blocks[0] is None else tile.tma_stages

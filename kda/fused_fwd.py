@@ -15,6 +15,7 @@ from kda.contract import SAFE_BOUND, Call
 from kda.fused_prep import kda_fused_prep_kernel
 from kda.fused_scan import kda_fused_index_kernel, kda_fused_scan_kernel
 from kda.gate import dense
+from kda.relaunch import descriptor
 from kda.segments import identities
 
 SAFE_GATE, UNBOUNDED = "fused-safe_gate", "fused-unbounded"
@@ -75,18 +76,25 @@ class FusedPlan:
     @classmethod
     def of(cls, call: Call, route: str) -> "FusedPlan":
         _, T, _, HV, _, V = call.shape
-        bound = SAFE_BOUND if call.lower_bound is None else call.lower_bound
-        activation = "softplus" if call.lower_bound is None else "bounded"
-        slots = slots_of(call)
         # Unit keys and beta in [0, 2] keep the entries of A_qk and R below 2; nothing else is known to fit into fp16.
         small = call.use_qk_l2norm_in_kernel and call.use_beta_sigmoid_in_kernel
+        tma = has_tma(call.q.device) and T * call.sequences > 0
+        return cls._of(route, call.lower_bound, call.use_gate_in_kernel, small, slots_of(call), HV, V, tma)
+
+    @classmethod
+    @functools.lru_cache(maxsize=256)
+    def _of(
+        cls, route: str, lower_bound: float | None, raw: bool, small: bool, slots: int, HV: int, V: int, tma: bool
+    ) -> "FusedPlan":
+        bound = SAFE_BOUND if lower_bound is None else lower_bound
+        activation = "softplus" if lower_bound is None else "bounded"
         return cls(
             route=route,
             shift=round(BLOCK / 2 * abs(bound) * math.log2(math.e)) if anchored(route) else 0,
             slots=slots,
-            gate=activation if call.use_gate_in_kernel else "none",
+            gate=activation if raw else "none",
             solved="fp16" if small else "tf32",
-            tma=has_tma(call.q.device) and T * call.sequences > 0 and max(3 * BLOCK, V) * slots * HV < 2**31,
+            tma=tma and max(3 * BLOCK, V) * slots * HV < 2**31,
         )
 
 
@@ -119,6 +127,12 @@ class Workspace:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.kq_decayed, self.k_rest, self.response, self.decay
+
+    def descriptors(self, rows: int) -> tuple[TensorDescriptor, ...]:
+        """Of kq_decayed, by that many rows at a time, k_rest and response."""
+        K = self.decay.shape[-1]
+        keys = descriptor(self.kq_decayed, K, (rows, K)), descriptor(self.k_rest, K, (BLOCK, K))
+        return *keys, descriptor(self.response, BLOCK, (BLOCK, BLOCK))
 
 
 def chunk_tables(call: Call, plan: FusedPlan) -> tuple[Tensor | None, Tensor | None]:
@@ -161,11 +175,6 @@ def prepare(call: Call, plan: FusedPlan, factors: Tensor | None = None) -> Works
     return made
 
 
-def cut(x: Tensor, width: int, *block: int) -> TensorDescriptor:
-    """Rows of `width` numbers, read and written block by block through TMA."""
-    return TensorDescriptor.from_tensor(x.view(-1, width), list(block))
-
-
 def takes_tma(plan: FusedPlan, *tensors: Tensor) -> bool:
     """Whether a scan may address them by descriptors, for which they must start at multiples of 16 bytes."""
     return plan.tma and not any(x.data_ptr() % 16 for x in tensors)
@@ -199,9 +208,9 @@ def run_scan(
     blocks = (None,) * 6
     if takes_tma(plan, call.v):
         rows = C if o is None or values else 2 * C
-        operands = (cut(made.kq_decayed, K, rows, K), cut(made.k_rest, K, C, K), cut(made.response, C, C, C))
-        kept = None if states is None else cut(states, K, tile.BV, K)
-        blocks = (*(None if x is None else cut(x, HV * V, C, tile.BV) for x in (v, o)), *operands, kept)
+        wide = lambda x: None if x is None else descriptor(x, HV * V, (C, tile.BV))  # noqa: E731
+        kept = None if states is None else descriptor(states, K, (tile.BV, K))
+        blocks = (wide(v), wide(o), *made.descriptors(rows), kept)
     arguments = (v, o, *made.tensors(), call.initial_state, ht, states, dense(call.cu_seqlens), *blocks)
     sizes = (scale, 2.0**-plan.shift, N, T, HV)
     stages = tile.stages if blocks[2] is None else tile.tma_stages

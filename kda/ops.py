@@ -5,7 +5,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor, library
 
-from kda import contents, registry
+from kda import admitted, contents, contract, registry
 from kda.contract import DIFFERENTIABLE, Call, DecodeCall, GateCall
 from kda.registry import AnyCall
 
@@ -31,6 +31,24 @@ OPERATORS: dict[type[AnyCall], str] = {Call: "operator", GateCall: "gate", Decod
 IN_PLACE = "state_pool"
 
 
+def serve(call: Call):
+    """Validate a call and run it on the first route that takes it: NOTE [Calls like earlier ones]."""
+    if torch.compiler.is_compiling() or registry.asked_to_explain():
+        return dispatch(contract.validate(call))
+    known = admitted.key(call)
+    route = admitted.route(known)
+    if route is None:
+        call = contract.validate(call)
+        contents.check(call)
+        route = _chosen(registry.choose(call))
+        admitted.keep(known, route)
+    else:
+        contract.check_transforms("q")
+        call = contract.with_floats(call)
+        contents.check(call)
+    return _execute(call, route)
+
+
 def dispatch(call: AnyCall):
     """Run a validated call on the first route that takes it."""
     compiling = torch.compiler.is_compiling()
@@ -39,9 +57,14 @@ def dispatch(call: AnyCall):
     explanation = registry.choose(call)
     if not compiling and registry.asked_to_explain():
         raise registry.Explained(explanation)
+    route = _chosen(explanation)
+    return _traced(call, route) if compiling else _execute(call, route)
+
+
+def _chosen(explanation: registry.Explanation) -> str:
     if explanation.route is None:
         raise registry.NoRoute(f"no route takes this call\n{explanation}")
-    return _traced(call, explanation.route) if compiling else _execute(call, explanation.route)
+    return explanation.route
 
 
 def _execute(call: AnyCall, route: str):

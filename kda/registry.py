@@ -26,7 +26,8 @@ INTERPRETED = triton.knobs.runtime.interpret  # fixed at import, as it is for ev
 
 @dataclass(frozen=True)
 class Route:
-    """One implementation. `verify` returns why it cannot take a call, or None; it is cheap and has no side effects.
+    """One implementation. `verify` returns why it cannot take a call, or None; it is cheap, has no side effects, and
+    goes by the call's metadata and by `conditions` alone.
 
     `run(call)` is differentiable. `gradients(call, *grads)` computes every gradient, by the name of its argument, from
     the inputs and the gradients of the results (None where there is none): what a compiled backward pass runs. None on
@@ -143,6 +144,12 @@ def forced_route() -> str | None:
 def _forbidden_routes() -> set[str]:
     named = [name.strip() for name in os.environ.get("KDA_FORBID_ROUTES", "").split(",") if name.strip()]
     return set(_forbidden) | {_known(name, "KDA_FORBID_ROUTES") for name in named}
+
+
+def conditions() -> tuple[object, ...]:
+    """What `choose` goes by beside the call."""
+    forced = _forced[-1] if _forced else os.environ.get("KDA_FORCE_ROUTE")
+    return INTERPRETED, forced, *_forbidden, os.environ.get("KDA_FORBID_ROUTES")
 
 
 def needs_kernels(*tensors: torch.Tensor | None) -> str | None:

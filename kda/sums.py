@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda import record
+from kda import record, relaunch
 
 SUM_SLOTS = 64  # slots that are added at a time
 
@@ -42,8 +42,8 @@ def sum_slots(route: str, partial: Tensor, total: bool = False) -> Tensor:
     out = partial.new_empty((HV,) if total else (HV, W))
     if HV:
         record.note(route, "kda_sum_slots_kernel", BS=SUM_SLOTS)
-        tile = {"BS": SUM_SLOTS, "BW": triton.next_power_of_2(W), "TOTAL": total, "num_warps": 4}
-        kda_sum_slots_kernel[(HV,)](partial, out, slots, HV, W, **tile)
+        tile = {"BS": SUM_SLOTS, "BW": 1 << (W - 1).bit_length(), "TOTAL": total, "num_warps": 4}
+        relaunch.launch(kda_sum_slots_kernel, HV, (partial, out, slots, HV, W), tile)
     return out
 
 
