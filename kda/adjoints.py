@@ -50,7 +50,8 @@ def query_gradient(call: Call, route: str, partial: Tensor, x: Tensor) -> Tensor
 def beta_gradient(call: Call, dbeta: Tensor) -> Tensor:
     """Through beta's sigmoid if it is in the kernel; sigmoid'(x) = e^-|x| / (1 + e^-|x|)^2 does not cancel."""
     if call.use_beta_sigmoid_in_kernel:
-        e = torch.exp(-call.beta.float().abs())
-        slope = call.beta_range * e / (1 + e).square()
-        dbeta = torch.where(dbeta == 0, 0.0, dbeta * slope)  # rows of no sequence may hold NaN
+        e = torch.copysign(call.beta, -1).float().exp_()
+        below = (1 + e).square_()
+        slope = (e.mul_(call.beta_range) if call.allow_neg_eigval else e).div_(below)
+        dbeta = slope.mul_(dbeta).masked_fill_(dbeta == 0, 0)  # rows of no sequence may hold NaN
     return dbeta.to(call.beta.dtype)

@@ -1,5 +1,6 @@
 """Authority on the chunk entry: `chunk_kda`, which picks a route for training and prefill."""
 
+import torch
 from torch import Tensor
 
 from kda import contract, ops
@@ -48,7 +49,7 @@ def chunk_kda(
     rank holds. Gradients are those of the sum of all ranks' losses, those of A_log and dt_bias the same on each. Raises
     ValueError or TypeError naming the argument, before any kernel runs.
     """
-    call = Call(
+    call = (Call if torch.compiler.is_compiling() else Call.of)(
         entry="chunk",
         q=q,
         k=k,

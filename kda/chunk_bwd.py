@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter, is_not
 
 import torch
 import triton
@@ -90,13 +91,16 @@ def backward(
     }
 
 
+_differentiable = attrgetter(*DIFFERENTIABLE)
+
+
 def detached(call: Call) -> tuple[Call, list[Tensor | None], bool]:
     """(the call on dense tensors without gradients, those tensors with theirs, whether any gradient is wanted)."""
-    given = [getattr(call, name) for name in DIFFERENTIABLE]
-    tensors = [dense(x) for x in given]
-    differentiable = any(x is not None and x.requires_grad for x in tensors)
-    if differentiable or any(x is not y for x, y in zip(given, tensors)):  # spared where it would change nothing
-        call = call.but(**dict(zip(DIFFERENTIABLE, (None if x is None else x.detach() for x in tensors))))
+    given = _differentiable(call)
+    tensors = [None if x is None else x.contiguous() for x in given]
+    differentiable = any([x is not None and x.requires_grad for x in tensors])
+    if differentiable or any(map(is_not, given, tensors)):  # spared where it would change nothing
+        call = call.but(**dict(zip(DIFFERENTIABLE, [None if x is None else x.detach() for x in tensors])))
     return call, tensors, differentiable and torch.is_grad_enabled()
 
 

@@ -144,7 +144,8 @@ class Stages:
 def launch(plan: Plan, kernel, programs: int, *arguments: object, **constants: object) -> None:
     """Run a kernel on that many programs, and say so; none is fine."""
     if programs:
-        record.note(plan.route, kernel.__name__, **constants)
+        if record.is_open():
+            record.note(plan.route, kernel.__name__, **constants)
         relaunch.launch(kernel, programs, arguments, constants)
 
 

@@ -114,14 +114,12 @@ class Workspace:
     @classmethod
     def of(cls, call: Call, plan: FusedPlan) -> "Workspace":
         _, _, _, HV, K, _ = call.shape
-        empty = functools.partial(torch.empty, device=call.q.device)
-        operands = functools.partial(empty, dtype=torch.bfloat16)
-        lead = (plan.slots, HV)
+        slots, operand = plan.slots, {"dtype": torch.bfloat16, "device": call.q.device}
         return cls(
-            operands(*lead, 2 * BLOCK, K),
-            operands(*lead, BLOCK, K),
-            operands(*lead, 3 * BLOCK, BLOCK),
-            empty(*lead, K, dtype=torch.float32),
+            torch.empty((slots, HV, 2 * BLOCK, K), **operand),
+            torch.empty((slots, HV, BLOCK, K), **operand),
+            torch.empty((slots, HV, 3 * BLOCK, BLOCK), **operand),
+            torch.empty((slots, HV, K), dtype=torch.float32, device=call.q.device),
             chunk_tables(call, plan),
         )
 

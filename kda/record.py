@@ -29,6 +29,11 @@ def record_launches() -> Iterator[list[LaunchRecord]]:
         _open[:] = [other for other in _open if other is not launches]
 
 
+def is_open() -> bool:
+    """Whether anybody reads what launchers note."""
+    return bool(_open)
+
+
 def note(route: str, kernel: str, **configuration: object) -> None:
     """Called by launchers; free while no record is open."""
     for launches in _open:
