@@ -78,7 +78,7 @@ class Call:
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
         """(B, T, H, HV, K, V)."""
-        (B, T, H, K), (HV, V) = self.q.shape, self.v.shape[2:]
+        (B, T, H, K), (_, _, HV, V) = self.q.shape, self.v.shape
         return B, T, H, HV, K, V
 
     @property

@@ -30,10 +30,10 @@ def once_differentiable(backward: Callable) -> Callable:
     @functools.wraps(backward)
     def once(ctx, *gradients: Tensor | None):
         saved = ctx.saved_tensors
+        if not torch.is_grad_enabled():  # no graph of this pass is wanted
+            return backward(ctx, saved, *gradients)
         with torch.no_grad():
             made = backward(ctx, saved, *gradients)
-        if not torch.is_grad_enabled():  # no graph of this pass is wanted
-            return made
         sources = [x for x in (*saved, *gradients) if x is not None and x.requires_grad]
         made = made if isinstance(made, tuple) else (made,)
         return tuple(None if x is None else _Last.apply(x, *sources) for x in made)

@@ -7,6 +7,10 @@ from harness.mutants.mutant import Mutant, Patch
 CONTRACT, REGISTRY, CHUNK, TORCH = "kda/contract.py", "kda/registry.py", "kda/chunk.py", "kda/backends/torch_backend.py"
 _contract, _contents = partial(Patch, CONTRACT), partial(Patch, "kda/contents.py")
 _refused = partial(Mutant, kind="validation", tests=("tests/kda/test_contract.py",))
+ADMITTED, RELAUNCH = "kda/admitted.py", "kda/relaunch.py"
+_remembered = partial(Mutant, kind="cache", tests=("tests/kda/test_admitted.py",))
+_relaunched = partial(Mutant, kind="cache", tests=("tests/kda/test_relaunch.py",))
+ALIGNED = "(x.dtype if x.data_ptr() % 16 == 0 else (x.dtype,))\n            if type(x) is Tensor"
 _torch = partial(Mutant, route="torch", entry="recurrent")
 OFFSETS = "        return self.cu_seqlens.long().clamp(0, self.q.shape[1]).cummax(0).values\n"
 CACHED = """        kept = _KEPT.setdefault(self.sequences, self.cu_seqlens)
@@ -151,6 +155,47 @@ MUTANTS = (
         "forbidden routes serve calls",
         (Patch(REGISTRY, "elif route.id in forbidden:", "elif route.id in ():"),),
         tests=("tests/kda/test_routes.py",),
+    ),
+    _remembered(
+        "admitted-without-types",
+        fault="a call whose arguments equal those of a legal one is legal, True for 1.0",
+        patches=(Patch(ADMITTED, "tuple(map(type, arguments.values())), ", ""),),
+    ),
+    _remembered(
+        "admitted-without-shapes",
+        fault="a call is known again whatever the shapes of its tensors",
+        patches=(Patch(ADMITTED, "(x.dtype, x.shape, x.device, x.layout)", "(x.dtype, x.device, x.layout)"),),
+    ),
+    _remembered(
+        "admitted-without-conditions",
+        fault="a call keeps its route when another one is forced or forbidden",
+        patches=(Patch(ADMITTED, ", registry.conditions())", ")"),),
+    ),
+    _remembered(
+        "admitted-contents-unread",
+        fault="the data of a call like an earlier one is not looked at",
+        patches=(
+            Patch(
+                "kda/ops.py",
+                "        call = contract.with_floats(call)\n        contents.check(call)\n",
+                "        call = contract.with_floats(call)\n",
+            ),
+        ),
+    ),
+    _relaunched(
+        "relaunch-any-address",
+        fault="a kernel compiled for multiples of 16 bytes is launched on any address",
+        patches=(Patch(RELAUNCH, ALIGNED, "x.dtype\n            if type(x) is Tensor"),),
+    ),
+    _relaunched(
+        "relaunch-any-constants",
+        fault="a kernel compiled for other constants is launched again",
+        patches=(Patch(RELAUNCH, "*kinds, *constants, *constants.values()", "*kinds"),),
+    ),
+    _relaunched(
+        "relaunch-any-device",
+        fault="a kernel loaded on another device is launched again",
+        patches=(Patch(RELAUNCH, "place = driver.active.get_current_device(), _runtime", "place = 0, _runtime"),),
     ),
     _torch(
         "torch-norm-eps",

@@ -291,7 +291,7 @@ MUTANTS = (
         (
             Patch(
                 SHARED,
-                "slope = call.beta_range * e / (1 + e).square()",
+                "slope = (e.mul_(call.beta_range) if call.allow_neg_eigval else e).div_(below)",
                 "slope = call.beta_range * torch.sigmoid(call.beta.float()) * (1 - torch.sigmoid(call.beta.float()))",
             ),
         ),
@@ -301,14 +301,14 @@ MUTANTS = (
         "rec-beta-slope-range",
         "formula",
         "the slope of a doubled sigmoid is not doubled",
-        (Patch(SHARED, "slope = call.beta_range * e", "slope = e"),),
+        (Patch(SHARED, "(e.mul_(call.beta_range) if call.allow_neg_eigval else e)", "e"),),
         families=("saturated_beta", "generic"),
     ),
     Mutant(
         "rec-beta-nan-rows",
         "nan_spreads",
         "dbeta of rows of no sequence is 0 times a slope that may be NaN",
-        (Patch(SHARED, "torch.where(dbeta == 0, 0.0, dbeta * slope)", "dbeta * slope"),),
+        (Patch(SHARED, ".masked_fill_(dbeta == 0, 0)", ""),),
         families=("ragged",),
     ),
     Mutant(

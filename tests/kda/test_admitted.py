@@ -99,7 +99,7 @@ def test_values_are_read_as_soon_as_they_shall_be(monkeypatch):
 
 def test_transforms_are_refused_in_every_call():
     kda.chunk_kda(**arguments())
-    with pytest.raises(TypeError, match="q is under a torch.func transform"):
+    with pytest.raises(TypeError, match=r"q is under a torch\.func transform"):
         torch.func.grad(lambda x: kda.chunk_kda(**arguments(), initial_state=None)[0].sum() + x)(torch.zeros(()))
 
 
