@@ -14,12 +14,15 @@ STAGED, FUSED = ("chunk-safe_gate", "chunk-unbounded"), ("fused-safe_gate", "fus
 
 @dataclass(frozen=True)
 class Size:
-    """`lengths`: of the sequences, packed if there are several; `gib`: what the call needs of a GPU."""
+    """`lengths`: of the sequences, packed if there are several; `gib`: what the call needs of a GPU; `values`: V, if it
+    is not K, which is `width`.
+    """
 
     lengths: tuple[int, ...]
     heads: int
     width: int
     gib: int
+    values: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -30,7 +33,7 @@ class Size:
 SIZES = {
     "small": Size((70,), 2, 64, 0),
     "inputs": Size((2**18 + 70,), 64, 128, 60),
-    "inputs_narrow": Size((2**17 + 70,), 1024, 16, 90),
+    "inputs_wide": Size((2**17 + 70,), 64, 256, 110, values=16),
     "states": Size((1,) * 2048, 96, 128, 80),
     "states_of_64": Size((2**17 + 70,), 96, 128, 80),
     "states_of_16": Size((2**15 + 70,), 96, 128, 40),
@@ -38,7 +41,7 @@ SIZES = {
 }
 ROUTES_OF = {
     "small": (*STAGED, *FUSED, "recurrent"),
-    "inputs_narrow": (*STAGED, "recurrent"),
+    "inputs_wide": (*STAGED, "recurrent"),
     "states": (*STAGED, *FUSED, "recurrent"),
     "states_of_64": STAGED,
     "states_of_16": FUSED,
@@ -51,12 +54,12 @@ Tensors = dict[str, torch.Tensor]
 def inputs(size: Size, device: str) -> Tensors:
     generator = torch.Generator(device).manual_seed(1)
     draw = lambda *shape: torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16)  # noqa: E731
-    wide = (1, size.tokens, size.heads, size.width)
-    x = {name: draw(*wide) for name in ("q", "k", "v", "do")}
-    x["g"] = draw(*wide).abs_().mul_(-0.05)
-    x["beta"] = draw(*wide[:-1])
+    rows, V = (1, size.tokens, size.heads), size.values or size.width
+    x = {name: draw(*rows, width) for name, width in (("q", size.width), ("k", size.width), ("v", V), ("do", V))}
+    x["g"] = draw(*rows, size.width).abs_().mul_(-0.05)
+    x["beta"] = draw(*rows)
     for name in ("initial_state", "dht"):
-        x[name] = torch.randn(len(size.lengths), size.heads, size.width, size.width, generator=generator, device=device)
+        x[name] = torch.randn(len(size.lengths), size.heads, size.width, V, generator=generator, device=device)
     if len(size.lengths) > 1:
         x["cu_seqlens"] = torch.tensor([0, *size.lengths], device=device).cumsum(0)
     return x

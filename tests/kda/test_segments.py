@@ -208,14 +208,16 @@ def gpu_call(tokens: int, heads: int, V: int = 128, sequences: int = 1) -> Call:
 
 LEAST = fused_segments.LEAST_TOKENS
 SHORT = f"pays from {LEAST} tokens a sequence on, unless it is forced"
-MANY = "pays where 33 programs scan whole sequences, not {}, unless it is forced"
+MANY = "pays where 66 programs scan whole sequences, not {}, unless it is forced"
 PAYS = {
     "long-few_heads": ((LEAST, 8), None),
+    "16384_tokens": ((16384, 8), SHORT),
     "short": ((LEAST - 1, 8), SHORT),
     "many_short": ((LEAST, 8, 128, 2), SHORT),
     "two_sequences": ((2 * LEAST, 8, 128, 2), None),
-    "many_heads": ((LEAST, 17), MANY.format(34)),
-    "many_sequences": ((9 * LEAST, 2, 128, 9), MANY.format(36)),
+    "32_heads": ((LEAST, 32), None),
+    "many_heads": ((LEAST, 34), MANY.format(68)),
+    "many_sequences": ((17 * LEAST, 2, 128, 17), MANY.format(68)),
 }
 
 
