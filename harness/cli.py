@@ -73,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     mutants.add_argument("--mutants", default="*", metavar="GLOB", help="only mutants whose id or kind matches")
     mutants.add_argument("--jobs", type=options.jobs, default=os.cpu_count() or 1, metavar="N", help="at a time")
     mutants.add_argument("--problems", type=options.count, default=200, metavar="N", help="at most, to a mutant")
+    mutants.add_argument(
+        "--signatures", type=Path, metavar="FILE", help="write what each answers to the probes of likeness, and no more"
+    )
     options.add_to_parser(mutants, "device", "seed", "json")
     smaller = command(
         "minimise", counterexample.minimised, "make one counterexample as small as it gets, and report it"

@@ -182,7 +182,7 @@ def _failure(
     # What the sanitizer says is the cause of whatever else memory that nobody wrote has done.
     gravity = lambda one: (form_of(one[1]) == WATCHED, SEVERITY.index(one[1].klass))  # noqa: E731
     ordered = named or sorted(failures, key=gravity, reverse=True)
-    return (Finding.of(*ordered[0], problem) if ordered else None), covered
+    return (runner.steadier(Finding.of(*ordered[0], problem)) if ordered else None), covered
 
 
 def _cells(checked: Checked, quantities: list[str]) -> Iterator[str]:

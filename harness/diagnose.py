@@ -13,6 +13,8 @@ from harness import necessity, repeats, stage_trace
 from harness.agreement import between
 from harness.call import Route
 from harness.field import Field, form, measure
+from harness.likeness.book import Like
+from harness.likeness.looking import looks_like, said
 from harness.localise import Location, locate
 from harness.necessity import Trial
 from harness.problem import Problem, materialise
@@ -22,10 +24,11 @@ from harness.rows import PER_QUERY_HEAD
 from harness.runner import Checked, Runner
 from harness.stage_trace import StageRatio
 from harness.variants import VARIANTS, WATCHED, applicable
-from harness.verdict import Verdict
+from harness.verdict import Verdict, is_gradient
 
 MEASURED_STEPS = 5e7  # replicas of a field: tokens x heads x K x V; beyond it only the heads of the worst elements
-SHARE_OF_TRIALS = 0.7  # of the time of a diagnosis, at most
+SHARE_OF_TRIALS = 0.5  # of the time of a diagnosis, at most
+FORWARD = frozenset({"o", "ht", "h"})
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,13 @@ class Diagnosis:
     lines: tuple[tuple[str, str], ...]
     seen: bool = True  # the failure was there again when this was made
     cause: str = ""  # what the sanitizer says of a failure that comes and goes
+    likes: tuple[Like, ...] = ()  # known faults of our kernels that answer the probes as this route does ...
+    like: str = ""  # ... in words, for a report, which has room for them beside the five lines
+
+    @property
+    def said(self) -> tuple[tuple[str, str], ...]:
+        """The five lines, and what the failure looks like where that is known."""
+        return (*self.lines, ("like", self.like)) if self.like else self.lines
 
     @property
     def field(self) -> Field | None:
@@ -73,7 +83,7 @@ def diagnose(runner: Runner, finding: Finding, seed: int = 0, seconds: float = 2
     spreads = _spreads(runner, route, finding, checked, deadline)
     seen = bool(mine) or lost
     location = _location(finding, fields, checked) if seen else None
-    stages, untraced = [], "no time for a stage trace"
+    stages, untraced = [], "no stages after a crash" if finding.klass == "CRASH" else "no time for a stage trace"
     if not lost and finding.klass != "CRASH" and time.monotonic() < deadline:
         stages, untraced = stages_of(runner, route, problem, seed)
 
@@ -103,7 +113,8 @@ def diagnose(runner: Runner, finding: Finding, seed: int = 0, seconds: float = 2
         seen=seen,
         cause="" if seen and not spreads else _watched(runner, route, problem, seed),
     )
-    return replace(made, lines=_lines(made))
+    likes = () if lost else looks_like(runner, route, finding, seed, deadline)
+    return replace(made, lines=_lines(made), likes=likes, like=said(likes, runner.subject.foreign))
 
 
 def _fields(
@@ -285,13 +296,33 @@ def _first(made: Diagnosis) -> str:
     return f"got {got:.6g}, expected {expected:.6g} +- {allowed:.2g}"
 
 
+def _without_stage(made: Diagnosis) -> str:
+    """What is known of the place where no stage is outside its envelope, or none was seen."""
+    kernel = re.search(r"\bkernel (\w+), program", f"{made.finding.message} {made.cause}")
+    if kernel:
+        return f"kernel {kernel[1]}, as the sanitizer says"
+    if not made.stages:
+        return f"not known: {made.untraced}{_direction(made)}"
+    named = made.finding.quantity in made.finding.problem.quantities()
+    fault = f"what makes {made.finding.quantity} of them is at fault" if named else "the fault is around them"
+    return f"every stage is inside its envelope: {fault}"
+
+
+def _direction(made: Diagnosis) -> str:
+    """Which pass is at fault, by what it returns; "" where nothing is wrong with the call itself, or one had no say."""
+    found = {v.quantity: v.klass in FAILURES for v in made.verdicts if not form_of(v) and v.klass != "NOT_COVERED"}
+    forward = [wrong for name, wrong in found.items() if name in FORWARD]
+    backward = [wrong for name, wrong in found.items() if is_gradient(name)]
+    if not forward or not backward or not any(forward + backward):
+        return ""
+    return "; the forward pass is wrong" if any(forward) else "; the forward pass is right, the backward pass is wrong"
+
+
 def _stage(made: Diagnosis) -> str:
     stages = made.stages
-    if not stages:
-        return f"not known: {made.untraced}"
-    first = stage_trace.first_outside(list(stages))
+    first = stage_trace.first_outside(list(stages)) if stages else None
     if first is None:
-        return f"every stage is inside its envelope: what makes {made.finding.quantity} of them is at fault"
+        return _without_stage(made)
     inside = [stage.stage for stage in stages[: [s.stage for s in stages].index(first.stage)] if stage.ratio <= 1]
     before = f"; {', '.join(inside)} before it are inside" if inside else ", the first of all"
     return f"{first.stage} is the first outside its envelope ({first.ratio:.3g} x its limit){before}"

@@ -39,6 +39,12 @@ class Finding:
     path: str = ""
     variant: str = ""  # the form of the call that showed it
     lines: tuple[tuple[str, str], ...] = ()  # of its diagnosis, (label, text)
+    like: str = ""  # the known faults that it is like
+
+    @property
+    def diagnosis(self) -> dict[str, str]:
+        """Everything that is said of it in words, for a JSON document."""
+        return dict(self.lines) | ({"like": self.like} if self.like else {})
 
     @classmethod
     def of(cls, route: str, verdict: Verdict, problem: Problem) -> "Finding":
@@ -155,7 +161,7 @@ class Report:
             "ratio": _number(finding.ratio),
             "message": finding.message,
             "original": repr(finding.original),
-            "diagnosis": dict(finding.lines),
+            "diagnosis": finding.diagnosis,
         }
         text = finding.problem.to_json(found)
         try:
@@ -247,7 +253,7 @@ def document(
                 "ratio": _number(f.ratio),
                 "problem": f.problem.as_dict(),
                 "path": f.path,
-                "diagnosis": dict(f.lines),
+                "diagnosis": f.diagnosis,
             }
             for f in findings
         ],

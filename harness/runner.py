@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from harness.isolate import DEATHS, Child, Outcome, context_is_lost, of_error
 from harness.problem import Case, Problem, materialise
 from harness.results import Finding, form_of
 from harness.subject import Subject
-from harness.variants import VARIANTS, Variant
+from harness.variants import VARIANTS, WATCHED, Variant
 from harness.verdict import Verdict, judge, severity, worst
 from oracle.envelope import LIMITS, Limits
 
@@ -57,7 +57,7 @@ class Runner:
         limits: Limits = LIMITS,
         memory_bytes: int | None = None,
     ):
-        self.subject, self.device, self.limits = subject, device, limits
+        self.subject, self.device, self.folder, self.limits = subject, device, folder, limits
         self._made: tuple[tuple[Problem, str], Case] | None = None
         self.poisoned = False  # an illegal access in this process: no later result on the GPU means anything
         self.child = None
@@ -95,9 +95,10 @@ class Runner:
         seed: int = 0,
         forms: Collection[str] = (),
         only: str | None = None,
+        limits: Limits | None = None,
     ) -> Checked:
         """Verdicts for every quantity of the problem, or for `only` one; with `repeat` two calls must agree bit by
-        bit, and so must those of the variants named in `forms` that apply.
+        bit, and so must those of the variants named in `forms` that apply. `limits`: instead of the runner's own.
         """
         route = self.subject.route(route_id, problem.entry)
         checked = Checked(problem, route_id, missing=problem.quantities() - route.quantities(problem))
@@ -124,7 +125,7 @@ class Runner:
             started = time.perf_counter()
             wanted = route.quantities(problem)
             wanted = wanted if only is None else wanted & {only}
-            checked.verdicts += self._judge(route, problem, outcome, seed, wanted) if wanted else []
+            checked.verdicts += self._judge(route, problem, outcome, seed, wanted, limits) if wanted else []
             checked.oracle_seconds = time.perf_counter() - started
         checked.proven = outcome.status != "unproven"
         return checked
@@ -147,14 +148,17 @@ class Runner:
         case = self._case(problem, "cpu" if self.child else self.device)
         return list(agreement.violations(variant, case, outcome.outputs, varied.outputs))
 
-    def verdict_like(self, finding: Finding, problem: Problem, seed: int = 0) -> Verdict | None:
+    def verdict_like(
+        self, finding: Finding, problem: Problem, seed: int = 0, limits: Limits | None = None
+    ) -> Verdict | None:
         """The verdict on the quantity of a finding; None if the problem has none, or the route does not take it."""
         route = self.subject.route(finding.route, problem.entry)
         twice = finding.klass == "NONDETERMINISTIC" or finding.quantity == "memory"
         if finding.variant and VARIANTS[finding.variant] not in variants.applicable(route, problem):
             return None
         forms, only = ((finding.variant,), "") if finding.variant else ((), finding.quantity)
-        verdicts = self.check(finding.route, problem, repeat=twice, seed=seed, forms=forms, only=only).verdicts
+        how = {"repeat": twice, "seed": seed, "forms": forms, "only": only, "limits": limits}
+        verdicts = self.check(finding.route, problem, **how).verdicts
         if self.poisoned or any(v.klass == "NOT_COVERED" for v in verdicts):
             return None
         mine = [v for v in verdicts if v.quantity == finding.quantity and form_of(v) == finding.variant]
@@ -164,11 +168,29 @@ class Runner:
         return None if has_none else Verdict(finding.quantity, "OK", 0.0)
 
     def fails_like(self, finding: Finding, problem: Problem, seed: int = 0) -> bool:
-        """Whether the problem shows the same failure: quantity and class, and no milder a degree of it."""
-        verdict = self.verdict_like(finding, problem, seed)
+        """Whether the problem shows the same failure: quantity and class, and no milder a degree of it.
+
+        A failure far beyond its limit needs no more replicas than a screen has.
+        """
+        clear = severity(finding.ratio) > 0
+        limits = replace(self.limits, confirm=self.limits.screen) if clear else None
+        verdict = self.verdict_like(finding, problem, seed, limits)
         if verdict is None or verdict.klass != finding.klass:
             return False
         return severity(verdict.ratio) >= severity(finding.ratio)
+
+    def steadier(self, finding: Finding) -> Finding:
+        """What the sanitizer says of a call that crashes, which depends on what lies beside its memory; else itself."""
+        route = self.subject.route(finding.route, finding.problem.entry)
+        watched = VARIANTS[WATCHED] in variants.applicable(route, finding.problem)
+        if (finding.quantity, finding.klass, finding.variant) != ("call", "CRASH", "") or not watched:
+            return finding
+        outcome = self.run(route, finding.problem, VARIANTS[WATCHED])
+        if outcome.status in ("ran", "not_covered"):
+            return finding
+        message = f"{VARIANTS[WATCHED].promise}: {outcome.message}"
+        verdict = Verdict("call", "CRASH", math.inf, WATCHED, message)
+        return Finding.of(finding.route, verdict, finding.problem)
 
     def run(
         self,
@@ -215,7 +237,13 @@ class Runner:
         return "cpu" if small else self.device
 
     def _judge(
-        self, route: Route, problem: Problem, outcome: Outcome, seed: int, wanted: frozenset[str]
+        self,
+        route: Route,
+        problem: Problem,
+        outcome: Outcome,
+        seed: int,
+        wanted: frozenset[str],
+        limits: Limits | None = None,
     ) -> list[Verdict]:
         case = self._case(problem, self.oracle_device(problem))
         return judge(
@@ -226,7 +254,7 @@ class Runner:
             spec=route.judged_by(problem),
             quantities=wanted,
             seed=seed,
-            limits=self.limits,
+            limits=limits or self.limits,
             near_exact=problem.k == "onehot",
         )
 

@@ -13,6 +13,19 @@ _LOSSES = ("none", "o", "state", "both")  # the simplest first
 _COMPILE_KEY = ("heads", "group", "K", "V", "dtype", "gate_dtype", "chunk_size")
 
 
+class Attempts:
+    """A predicate that is asked so many times and then says no: a search with it ends at the same problem on any
+    machine, as long as its time does not run out before.
+    """
+
+    def __init__(self, fails: Callable[[Problem], bool], most: int):
+        self.fails, self.left = fails, most
+
+    def __call__(self, problem: Problem) -> bool:
+        self.left -= 1
+        return self.left >= 0 and self.fails(problem)
+
+
 def shrink(
     problem: Problem, still_fails: Callable[[Problem], bool], seconds: float, keep_shape: bool = False
 ) -> Problem:

@@ -9,9 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import options, results
+from harness.likeness import book
 from harness.mutants.campaign import campaign
 from harness.mutants.catalogue import MUTANTS
 from harness.mutants.mutant import Mutant, Trial
+from harness.mutants.signing import signable, signed
 
 RIGHT, SURVIVOR, INCOMPLETE = 0, 1, 3
 
@@ -22,6 +24,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     chosen = [m for m in MUTANTS if fnmatch.fnmatch(m.id, glob) or fnmatch.fnmatch(m.kind, glob)]
     if not chosen:
         raise ValueError(f"mutants is {glob!r}; it must match an id or a kind")
+    if arguments.signatures:
+        return _sign(chosen, arguments, console)
     if arguments.json:
         results.probe(arguments.json, "json")
     device = arguments.device or options.default_device()
@@ -40,6 +44,18 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if any(not trial.caught for trial in trials):
         return SURVIVOR
     return RIGHT if len(trials) == len(tried) else INCOMPLETE
+
+
+def _sign(chosen: list[Mutant], arguments: argparse.Namespace, console: Console) -> int:
+    """Add the signatures of those that problems can show to a book, or begin one; each is written as it is made."""
+    results.probe(arguments.signatures, "signatures")
+    entries = {one.id: one for one in book.read(arguments.signatures)} if arguments.signatures.exists() else {}
+    for mutant in signable(chosen):
+        entries[mutant.id] = signed(mutant, arguments.device or options.default_device())
+        results.write_atomically(arguments.signatures, book.written(entries.values()))
+        wrong = sum(map(bool, entries[mutant.id].signature.answers.values()))
+        console.print(f"signed   {mutant.id}: {wrong} probes answered wrong", markup=False, highlight=False)
+    return RIGHT
 
 
 def _line(mutant: Mutant, trial: Trial) -> str:

@@ -1,5 +1,6 @@
 """Authority on what a mutant is: text replaced in a copy of our own sources, its kind, and what became of it."""
 
+import ast
 import re
 import shutil
 from collections.abc import Mapping
@@ -54,6 +55,14 @@ class Patch:
         place = text.index(self.before, start, end)
         return text[:place] + self.after + text[place + len(self.before) :]
 
+    def function(self, text: str) -> str:
+        """The name of the innermost function that the patched place is in; "" at the top of a module."""
+        start, end = self._region(text)
+        line = text.count("\n", 0, text.index(self.before, start, end) + len(self.before) - len(self.before.lstrip()))
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+        around = [node for node in nodes if node.lineno <= line + 1 <= node.end_lineno]
+        return max(around, key=lambda node: node.lineno).name if around else ""
+
     def _region(self, text: str) -> tuple[int, int]:
         if not self.within:
             return 0, len(text)
@@ -91,6 +100,12 @@ class Mutant:
     @property
     def must_be_caught(self) -> bool:
         return not (self.limit or self.equivalent)
+
+    @property
+    def place(self) -> str:
+        """file:function of the first patch."""
+        first = self.patches[0]
+        return f"{first.file}:{first.function((SOURCES / first.file).read_text())}".rstrip(":")
 
     def write(self, folder: Path) -> None:
         """A copy of the package kda in `folder`, with the fault in it."""

@@ -1,5 +1,6 @@
 """Authority on the trial of one mutant: which problems it is held against, and which layer of a check gave it away."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -60,29 +61,42 @@ def try_mutant(mutant: Mutant, problems: int = 200, seed: int = 0, device: str =
 
 
 def _in_problems(mutant: Mutant, folder: Path, problems: int, seed: int, device: str) -> Trial:
-    subject = own_subject()
-    report = folder / "report"
-    faulty = Runner(subject, device, report, isolated=True, timeouts=TIMEOUTS, overlay=folder)
-    sound = Runner(subject, device, report)
-    count = 0
-    try:
-        for task in held_against(mutant, seed, device):
-            if count == problems:
-                break
-            if subject.route(mutant.route, mutant.entry).lacks(task.problem):
-                continue
-            forms = _forms(subject, mutant, task, count)
-            checked = faulty.check(mutant.route, task.problem, repeat=count % 4 == 0, seed=seed, forms=forms)
-            count += 1
-            verdict = _failure(checked)
-            if verdict is None:
-                continue
-            # What fails without the fault as well says nothing about it.
-            if _failure(sound.check(mutant.route, task.problem, seed=seed, forms=forms)) is None:
+    with faulty_runner(folder, device) as faulty:
+        count = 0
+        for count, task, verdict in failures(mutant, faulty, problems, seed):
+            if verdict is not None:
                 return _caught(mutant, task, verdict, count)
-    finally:
-        faulty.close()
     return Trial(mutant.id, False, problems=count)
+
+
+@contextlib.contextmanager
+def faulty_runner(folder: Path, device: str) -> Iterator[Runner]:
+    """A runner of our kernels as the copy in `folder` has them, in a child process."""
+    report = folder / "report"
+    runner = Runner(own_subject(), device, report, isolated=True, timeouts=TIMEOUTS, overlay=folder)
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+def failures(mutant: Mutant, faulty: Runner, problems: int, seed: int) -> Iterator[tuple[int, Task, Verdict | None]]:
+    """(count, task, what gives the fault away, or None) for each problem that the route takes, so many at most."""
+    subject, count = faulty.subject, 0
+    sound = Runner(subject, faulty.device, faulty.folder)
+    for task in held_against(mutant, seed, faulty.device):
+        if count == problems:
+            break
+        if subject.route(mutant.route, mutant.entry).lacks(task.problem):
+            continue
+        forms = _forms(subject, mutant, task, count)
+        checked = faulty.check(mutant.route, task.problem, repeat=count % 4 == 0, seed=seed, forms=forms)
+        count += 1
+        verdict = _failure(checked)
+        # What fails without the fault as well says nothing about it.
+        if verdict and _failure(sound.check(mutant.route, task.problem, seed=seed, forms=forms)) is not None:
+            verdict = None
+        yield count, task, verdict
 
 
 def _forms(subject: Subject, mutant: Mutant, task: Task, turn: int) -> tuple[str, ...]:

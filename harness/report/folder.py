@@ -24,7 +24,7 @@ def write(made: Diagnosis, report: Report, env: Mapping[str, object]) -> Finding
     What cannot be written is said on stderr with the reason; problem.json, which everything else can be made from, is
     then printed.
     """
-    finding = report.save(replace(made.finding, lines=made.lines))
+    finding = report.save(replace(made.finding, lines=made.lines, like=made.like))
     if not finding.path:
         return finding
     folder, case = Path(finding.path).parent, materialise(made.finding.problem)

@@ -21,7 +21,7 @@ def markdown(made: Diagnosis, case: Case, env: Mapping[str, object], scripted: b
     finding = made.finding
     parts = [
         f"## {finding.klass}: {finding.quantity} of {finding.route}\n",
-        "\n".join(f"- **{label}**: {text}" for label, text in made.lines) + "\n",
+        "\n".join(f"- **{label}**: {text}" for label, text in made.said) + "\n",
         "\n".join(form_lines(finding)) + "\n" if finding.variant else "",
         _fenced("\n".join([*shape_lines(case), "", *call_lines(case, made.route)]), "python"),
         _worst(made),

@@ -36,6 +36,7 @@ def page(made: Diagnosis, case: Case, env: Mapping[str, object], scripted: bool 
         '<div class="pair">',
         _census(made),
         _trials(made),
+        _likes(made),
         _stages(made),
         _quantities(made),
         "</div>",
@@ -94,6 +95,16 @@ def _lines(made: Diagnosis) -> str:
     items = "".join(f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in made.lines)
     form = "".join(f"<p>{escape(text.replace('`', ''))}</p>" for text in form_lines(made.finding))
     return f'<section class="card"><dl class="lines">{items}</dl>{form}</section>'
+
+
+def _likes(made: Diagnosis) -> str:
+    if not made.likes:
+        return ""
+    rows = [
+        (Raw(f"{escape(one.known.fault)}<br>{escape(one.known.place)}"), one.known.kind, f"{one.score:.2f}")
+        for one in made.likes
+    ]
+    return _card("Known faults that look like this one", table(("fault of our own kernels", "kind", "likeness"), rows))
 
 
 def _panels(made: Diagnosis) -> list[dict[str, object]]:

@@ -15,13 +15,17 @@ from safetensors.torch import load_file
 
 from harness import results
 from harness.diagnose import Diagnosis, diagnose
+from harness.isolate import Outcome
+from harness.likeness.book import Entry, Like
+from harness.likeness.signature import Signature
 from harness.problem import Edit, Problem, materialise
 from harness.report import folder
 from harness.report.markdown import MOST_CHARACTERS, markdown
 from harness.report.page import page
 from harness.results import Finding, Report, environment
 from harness.runner import Runner
-from harness.subject import load_subject
+from harness.subject import load_subject, own_subject
+from harness.variants import WATCHED
 from harness.verdict import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +78,7 @@ def test_the_folder_is_complete_and_reads_back(leaky):
     assert {path.name for path in where.iterdir()} == FILES
     assert Problem.load(where / "problem.json") == PROBLEM
     found = json.loads((where / "problem.json").read_text())["found"]
-    assert (found["quantity"], found["class"], found["diagnosis"]) == ("o", "BUG", dict(made.lines))
+    assert (found["quantity"], found["class"], found["diagnosis"]) == ("o", "BUG", dict(made.said))
     tensors, field = load_file(where / "expected.safetensors"), made.field
     assert tensors["inputs.q"].equal(materialise(PROBLEM).inputs["q"])
     for name in ("got", "expected", "tolerance"):
@@ -270,3 +274,27 @@ def test_a_call_without_tokens_cures_nothing(tmp_path):
     problem = replace(PROBLEM, lengths=(1,), packed=False, tail=0, loss="none")
     made = diagnosis(tmp_path, "wrong", "o", problem, seconds=20.0)
     assert made.trials and "length=0" not in {trial.change for trial in made.trials}
+
+
+def test_what_it_is_like_is_in_the_reports_beside_the_five_lines(leaky, tmp_path):
+    known = Entry("near", "ragged", "kda/x.py:f", "the <last> row is lost", "chunk-unbounded", "chunk", Signature())
+    made = replace(leaky[0], likes=(Like(known, 0.9),), like="near 0.90 (kda/x.py:f: the <last> row is lost)")
+    where = written(tmp_path, made)
+    assert "- **like**: near 0.90 (kda/x.py:f" in (where / "report.md").read_text()
+    page = (where / "report.html").read_text()
+    assert "Known faults that look like this one" in page and "the &lt;last&gt; row is lost" in page
+    found = json.loads((where / "problem.json").read_text())["found"]
+    assert found["diagnosis"] == {**dict(made.lines), "like": made.like}
+
+
+@pytest.mark.parametrize(
+    "status, variant", [("crash", WATCHED), ("ran", "")], ids=["the_sanitizer_complains", "it_does_not"]
+)
+def test_a_crash_is_minimised_as_the_sanitizer_sees_it(status, variant, tmp_path, monkeypatch):
+    runner = Runner(own_subject(), "cpu", tmp_path)
+    finding = Finding.of("chunk-unbounded", Verdict("call", "CRASH", math.inf, "crash", "killed by SIGSEGV"), PROBLEM)
+    monkeypatch.setattr(runner, "run", lambda route, problem, variant: Outcome(status, {}, message="out of bounds"))
+    steadier = runner.steadier(finding)
+    assert (steadier.variant, steadier.klass, steadier.problem) == (variant, "CRASH", PROBLEM)
+    wrong = replace(finding, quantity="o", klass="BUG")
+    assert runner.steadier(wrong) is wrong

@@ -2,7 +2,7 @@
 
 from harness.families import FAMILIES, family
 from harness.problem import Problem
-from harness.shrink import shrink
+from harness.shrink import Attempts, shrink
 
 BIG = next(p for p in family("ragged").examples if p.gate == "softplus")  # packed, V-first, l2norm, logits, a tail
 
@@ -45,3 +45,16 @@ def test_no_step_leads_back():
         small = shrink(member.examples[0], lambda problem: True, seconds=20)
         shrink(small, lambda problem, tried=tried: tried.append(problem) or True, seconds=20)
         assert tried == [], member.name
+
+
+def test_a_number_of_attempts_ends_a_search_at_the_same_problem():
+    asked = []
+    large = Problem(lengths=(40,), heads=2, K=8, V=8)
+
+    def fails(problem):
+        asked.append(problem)
+        return True
+
+    found = {shrink(large, Attempts(fails, 5), seconds=60.0) for _ in range(2)}
+    assert len(found) == 1 and found != {large}
+    assert len(asked) == 2 * 5
