@@ -289,6 +289,16 @@ FAMILIES: tuple[Family, ...] = (
         weight=20,
     ),
     Family(
+        "long_decay",
+        "errors in what a state still carries after 8192 tokens, more than the interpreter has time for",
+        (
+            _but(entry="chunk", g="slow", lengths=(8192,), K=64, V=64, dtype="bf16"),
+            _but(entry="chunk", g="time_constants", lengths=(8192,), heads=2, K=64, V=64),
+        ),
+        entries=("chunk",),
+        gpu_only=True,
+    ),
+    Family(
         "models",
         "real shapes and initialisations: Kimi-Linear 32 x 128 softplus, K3 96 x 128 lower bound -5, ragged packed",
         (

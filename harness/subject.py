@@ -23,7 +23,7 @@ __all__ = ["DIFFERENTIABLE", "Route", "Subject", "keywords", "known_subjects", "
 
 ENTRY_POINTS = "kda.subjects"
 # What the kernels of the fused routes are asked in pieces too: whatever a state brings from one to the next.
-IN_PIECES = ("generic", "ragged", "gate_bound", "spikes_resets", "repeated_keys", "slow_decay", "models")
+IN_PIECES = ("generic", "ragged", "gate_bound", "spikes_resets", "repeated_keys", "slow_decay", "long_decay", "models")
 
 
 @dataclass(frozen=True)
