@@ -116,10 +116,6 @@ def with_patience(check: Callable[[], Checked], job: Job, pauses: Iterable[float
     return checked
 
 
-def _is_large(job: Job) -> bool:
-    return job.large
-
-
 def sound(future: Future) -> bool:
     """Whether a result has come, of a process in which nothing had gone wrong by then."""
     return future.done() and not future.cancelled() and future.exception() is None and not future.result()[1]
@@ -144,7 +140,7 @@ class Crew:
 
     def _ordered(self, waiting: deque[Job], more: Callable[[], bool]) -> Iterator[Checked]:
         started = lambda job: (job, self._submit(job))  # noqa: E731
-        large = deque(self._submit(job) for job in filter(_is_large, waiting))  # at once, in a pool of their own
+        large = deque(self._submit(job) for job in waiting if job.large)  # at once, in a pool of their own
         running: deque[tuple[Job, Future]] = deque()
         while (waiting or running) and more():
             while waiting and len(running) < AHEAD * self.count:
@@ -159,7 +155,8 @@ class Crew:
                 self.close()
                 again = lambda job, future: (job, future) if sound(future) else started(job)  # noqa: E731
                 running = deque(again(job, future) for job, future in running)
-                large = deque(again(job, future)[1] for job, future in zip(filter(_is_large, waiting), large))
+                behind = (job for job in waiting if job.large)
+                large = deque(again(job, future)[1] for job, future in zip(behind, large))
             yield checked
 
     def _submit(self, job: Job) -> Future:

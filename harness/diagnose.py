@@ -28,7 +28,6 @@ from harness.verdict import Verdict, is_gradient
 
 MEASURED_STEPS = 5e7  # replicas of a field: tokens x heads x K x V; beyond it only the heads of the worst elements
 SHARE_OF_TRIALS = 0.5  # of the time of a diagnosis, at most
-FORWARD = frozenset({"o", "ht", "h"})
 
 
 @dataclass(frozen=True)
@@ -310,9 +309,10 @@ def _without_stage(made: Diagnosis) -> str:
 
 def _direction(made: Diagnosis) -> str:
     """Which pass is at fault, by what it returns; "" where nothing is wrong with the call itself, or one had no say."""
-    found = {v.quantity: v.klass in FAILURES for v in made.verdicts if not form_of(v) and v.klass != "NOT_COVERED"}
-    forward = [wrong for name, wrong in found.items() if name in FORWARD]
-    backward = [wrong for name, wrong in found.items() if is_gradient(name)]
+    own = made.finding.problem.quantities()
+    found = [v for v in made.verdicts if v.quantity in own and not form_of(v) and v.klass != "NOT_COVERED"]
+    forward = [v.klass in FAILURES for v in found if not is_gradient(v.quantity)]
+    backward = [v.klass in FAILURES for v in found if is_gradient(v.quantity)]
     if not forward or not backward or not any(forward + backward):
         return ""
     return "; the forward pass is wrong" if any(forward) else "; the forward pass is right, the backward pass is wrong"

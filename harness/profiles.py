@@ -22,7 +22,7 @@ class Profile:
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("dev", 1, 900.0, 30.0),
+        Profile("dev", 1, 600.0, 30.0),
         Profile("ci", 2, 1500.0, 60.0),
         Profile("sweep", 25, 3600.0, 120.0, driven=50),
         Profile("nightly", 100, 8 * 3600.0, 300.0, driven=500),

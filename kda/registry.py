@@ -135,10 +135,13 @@ def forbid_routes(*route_ids: str) -> Iterator[None]:
 
 def forced_route() -> str | None:
     """The route that a block or KDA_FORCE_ROUTE forces now, or None."""
-    if _forced:
-        return _forced[-1]
-    name = os.environ.get("KDA_FORCE_ROUTE")
+    name = _asked_for()
     return _known(name, "KDA_FORCE_ROUTE") if name else None
+
+
+def _asked_for() -> str | None:
+    """The route that is forced, known or not."""
+    return _forced[-1] if _forced else os.environ.get("KDA_FORCE_ROUTE")
 
 
 def _forbidden_routes() -> set[str]:
@@ -148,8 +151,7 @@ def _forbidden_routes() -> set[str]:
 
 def conditions() -> tuple[object, ...]:
     """What `choose` goes by beside the call."""
-    forced = _forced[-1] if _forced else os.environ.get("KDA_FORCE_ROUTE")
-    return INTERPRETED, forced, *_forbidden, os.environ.get("KDA_FORBID_ROUTES")
+    return INTERPRETED, _asked_for(), *_forbidden, os.environ.get("KDA_FORBID_ROUTES")
 
 
 def needs_kernels(*tensors: torch.Tensor | None) -> str | None:

@@ -17,7 +17,7 @@ from harness.likeness.signature import Signature
 from harness.minimise import minimise
 from harness.mutants.mutant import Mutant
 from harness.mutants.trial import failures, faulty_runner
-from harness.problem import FLAGS, Edit, Problem
+from harness.problem import FLAGS, Problem
 from harness.results import Finding
 from harness.runner import Runner
 from harness.shrink import Attempts, shrink
@@ -32,8 +32,9 @@ MODES = ("gate", "dtype", "gate_dtype", "scale", "offsets", "chunk_size", "preci
 
 @dataclass(frozen=True)
 class Row:
-    """One mutant. `found`: class, quantity and form; `problem`: the smallest, "" if none was found; `seconds`: of the
-    CPU, to make it smaller and to diagnose it; `stage`: the line of the diagnosis; `answers`: the signature, as stored.
+    """One mutant. `found`: class, quantity and form; `problem`: the smallest, as JSON, "" if none was found; `seconds`:
+    of the CPU, to make it smaller and to diagnose it; `stage`: the line of the diagnosis; `answers`: the signature, as
+    stored.
     """
 
     mutant: str
@@ -46,11 +47,6 @@ class Row:
     seconds: float = 0.0
     stage: str = ""
     answers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-
-    @property
-    def has_trace(self) -> bool:
-        """Whether the stages of the call could be looked at."""
-        return not self.stage.startswith("not known")
 
     @property
     def stage_word(self) -> str:
@@ -76,7 +72,7 @@ class Row:
         """Value heads; ends of sequences before others or a tail, and of chunks inside of sequences; flags and modes
         that are not the default; tokens.
         """
-        problem = eval(self.problem, {"Problem": Problem, "Edit": Edit})
+        problem = Problem.from_json(self.problem)
         packed = (len(problem.lengths) - 1 + (problem.tail > 0)) if problem.packed else 0
         chunks = sum((length - 1) // problem.chunk_size for length in problem.lengths if length)
         plain = {one.name: one.default for one in fields(Problem) if one.default is not MISSING}
@@ -102,7 +98,7 @@ def measured(mutant: Mutant, seed: int = SEED, device: str = "cpu") -> Row:
         seconds = round(_cpu_seconds() - before, 1)
     found, said = (made.finding.klass, made.finding.quantity, made.finding.variant), answers.as_dict()
     return replace(
-        row, found=found, problem=repr(smaller), seconds=seconds, stage=dict(made.lines)["stage"], answers=said
+        row, found=found, problem=smaller.to_json(), seconds=seconds, stage=dict(made.lines)["stage"], answers=said
     )
 
 

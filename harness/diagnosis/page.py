@@ -12,6 +12,7 @@ from harness.diagnosis.measure import ATTEMPTS, SEED, Row
 from harness.likeness.book import known
 from harness.likeness.looking import SHOWN
 from harness.likeness.signature import SIGNING, WEIGHT
+from harness.problem import Problem
 from harness.results import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,4 +184,4 @@ def _misses(rows: Sequence[Row]) -> Iterator[str]:
 def _problems(rows: Sequence[Row]) -> Iterator[str]:
     yield "## The smallest problems\n"
     for row in rows:
-        yield f"- `{row.mutant}`: {f'`{row.problem}`' if row.problem else 'none'}"
+        yield f"- `{row.mutant}`: {f'`{Problem.from_json(row.problem)}`' if row.problem else 'none'}"

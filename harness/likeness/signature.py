@@ -24,7 +24,7 @@ SIGNING = 1000  # the seed of stored signatures; a diagnosis asks with seeds bel
 class Signature:
     """What each probe that was asked has shown.
 
-    `answers`: probe -> what was wrong: a quantity, "FORM quantity" or "call CLASS", with how it looks (None where
+    `answers`: probe -> what was wrong: a quantity, "FORM quantity" or "call STATISTIC", with how it looks (None where
     there is nothing to measure); empty for a probe that was answered right.
     """
 

@@ -3,6 +3,7 @@
 from harness.diagnosis import page
 from harness.diagnosis.chosen import COUNT, chosen
 from harness.diagnosis.measure import Row
+from harness.problem import Problem
 
 
 def test_the_page_is_that_of_the_record(tmp_path):
@@ -27,6 +28,6 @@ def test_a_stage_is_named_by_the_line_that_names_what_the_function_makes():
         "not known: exposes no intermediates": False,
     }
     assert {line: Row(**{**vars(row), "stage": line}).names_stage for line in lines} == lines
-    problem = "Problem(entry='chunk', lengths=(33, 70), packed=True, tail=2, heads=2, v_first=True, chunk_size=32)"
-    sizes = Row(**{**vars(row), "problem": problem}).sizes
+    problem = Problem(entry="chunk", lengths=(33, 70), packed=True, tail=2, heads=2, v_first=True, chunk_size=32)
+    sizes = Row(**{**vars(row), "problem": problem.to_json()}).sizes
     assert sizes == {"heads": 2, "boundaries": 5, "flags": 3, "tokens": 105}
