@@ -17,7 +17,7 @@ ENTRY_OF_NAME = {
 
 _CHUNK_STAGES = {
     **{"o": "io", "dq": "io", "dk": "io", "dv": "io", "ht": "fp32", "dh0": "fp32"},
-    **{"operand": "dot", "stored_inverse": "dot"},
+    **{"operand": "dot", "stored_inverse": "dot", "kept": "io", "qk_norm": "io"},
 }
 
 

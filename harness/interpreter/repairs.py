@@ -1,5 +1,6 @@
 """Authority on what is mended in Triton's interpreter, and how; `install` makes every replacement, once."""
 
+import ast
 import contextlib
 import os
 import queue
@@ -36,6 +37,7 @@ def install() -> None:
     _repair_atomics()
     _repair_reductions()
     _repair_indexing()
+    _repair_loops()
     autotune.pin()  # there is no driver to time with
     _repair_libdevice()
     shortcuts.take()
@@ -208,6 +210,21 @@ def _repair_indexing() -> None:
     stock._get_np_dtype = get_np_dtype
 
 
+def _repair_loops() -> None:
+    """A counter of `range` has the methods of a scalar where a kernel calls them, as `i_t.to(tl.int64)`."""
+
+    def visit_for(self, node):
+        node = self.generic_visit(node)
+        counter = getattr(node.target, "id", None)
+        counts = isinstance(node.iter, ast.Call) and getattr(node.iter.func, "id", None) == "range"
+        owners = (n.value for part in node.body for n in ast.walk(part) if isinstance(n, ast.Attribute))
+        if counts and any(getattr(owner, "id", None) == counter for owner in owners):
+            node.body[:0] = ast.parse(f"{counter} = interpreter_semantic.to_tensor({counter}, False)").body
+        return node
+
+    stock.ASTTransformer.visit_For = visit_for
+
+
 def _repair_libdevice() -> None:
     from triton.language.extra import libdevice
 
@@ -246,14 +263,27 @@ class _Nothing:
 
 
 def _patch_language_once() -> None:
-    """Upstream patches triton.language at every launch and every nested jit call, about 100 us each; once is enough."""
+    """Upstream patches triton.language at every launch and every nested jit call, about 100 us each; once is enough.
+
+    It leaves out what a kernel's module holds by name (`from triton.language import gather`); that is replaced there.
+    """
 
     def probe():
         pass
 
+    before = {id(member): name for name, member in vars(tl).items() if tl.core.is_builtin(member)}
     stock._patch_lang(type(probe)(probe.__code__, {"tl": tl, "core": tl.core}))
-    nothing = _Nothing()
-    stock._patch_lang = lambda function: nothing
+    nothing, seen = _Nothing(), set()
+
+    def patch_lang(function):
+        names = function.__globals__
+        if id(names) not in seen:
+            seen.add(id(names))
+            held = {name: before[id(value)] for name, value in names.items() if id(value) in before}
+            names.update({name: getattr(tl, original) for name, original in held.items()})
+        return nothing
+
+    stock._patch_lang = patch_lang
 
 
 class _Launcher:
