@@ -45,7 +45,6 @@ def _share_block_types() -> None:
     tl.dtype.sizes = ()
     tl.block_type.__new__ = new
     tl.block_type.__init__ = lambda self, element_ty, shape: None
-    tl.block_type.__deepcopy__ = lambda self, memo: self  # what `tl.advance` does to a pointer's type
     tl.block_type.with_element_ty = lambda self, kind: shaped(kind, self.sizes)
 
 

@@ -18,10 +18,15 @@ from harness.cli import main
 from harness.families import FAMILIES
 from harness.fitting import fitted
 from harness.foreign import foreign_specs, taken
+from harness.part import resolved
 from harness.problem import Edit, Problem, materialise
 from harness.profiles import Profile
 from harness.runner import Runner
 from harness.subject import Subject, load_subject
+from harness.verdict import judge
+from oracle.operator import evaluate
+from oracle.rounding import ToFormat
+from oracle.stages import evaluate_chunk
 from tests.harness import declared, peers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -411,3 +416,39 @@ def test_the_example_of_the_page_is_a_declaration(monkeypatch):
 def test_specs_of_kernels_without_a_chunk_size_have_their_own():
     assert attention_gym.CHUNK.of_call(32, "ieee").chunk == 64
     assert foreign_specs()["chunk-unbounded"].of_call(32, "ieee").chunk == 32
+
+
+ROUNDED = Problem(
+    **{"entry": "chunk", "heads": 1, "dtype": "bf16", "gate_dtype": "bf16", "initial_state": True, "loss": "both"},
+    **dict.fromkeys(("q", "k", "v", "h0", "do", "dht"), "gauss"),
+    l2norm=True,
+)
+NORMALISED = replace(
+    ROUNDED,
+    **{"lengths": (20,), "K": 16, "V": 16, "g": "gauss", "gate": "softplus", "A_log": "gauss", "dt_bias": "gauss"},
+    **{"beta": "gauss", "beta_sigmoid": True, "seed": 2},
+)
+SHORT = replace(ROUNDED, lengths=(2,), K=64, V=64, g="mild", beta="uniform", seed=1)
+
+
+@pytest.mark.parametrize(
+    "problem, unsaid, wrong",
+    [
+        pytest.param(SHORT, "kept", {"dg"}, id="states_in_memory"),
+        pytest.param(NORMALISED, "qk_norm", {"o", "dv", "dbeta"}, id="normalised_keys"),
+    ],
+)
+def test_what_fla_stores_in_the_dtype_of_the_call_is_declared(problem, unsaid, wrong):
+    """Its chunk kernels keep normalised q and k in that dtype, and the states that gradients of gates are made of."""
+    case = materialise(problem, "cpu")
+    spec = foreign_specs()["chunk-unbounded"].of_call(64, "ieee")
+    stored = {name: resolved(fmt, case.inputs) for name, fmt in spec.stages.items()}
+    exact = evaluate(case.inputs, case.options)
+    made = evaluate_chunk(case.inputs, case.options, rounding=ToFormat(), formats=stored, diagonal="pair")
+    returned = {name: x.reshape(exact[name].shape).float() for name, x in made.items()}
+    for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+        returned[name] = returned[name].bfloat16()
+    silent = replace(spec, stages={name: fmt for name, fmt in spec.stages.items() if name != unsaid})
+    found = [judge(case.inputs, case.options, returned, entry="chunk", spec=said) for said in (spec, silent)]
+    assert {v.quantity for v in found[0] if v.klass != "OK"} == set()
+    assert {v.quantity for v in found[1] if v.klass == "BUG"} >= wrong

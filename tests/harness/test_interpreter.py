@@ -144,6 +144,12 @@ def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert not where, (where, got[different][:3], expected[different][:3])
 
 
+@triton.jit
+def counting_kernel(y, N):
+    for i in range(N):
+        tl.store(y + i.to(tl.int64), i.to(tl.float32))
+
+
 def test_bf16_store_rounds_to_nearest_even():
     x = awkward_floats()
     assert_same_bits(run_copy(x, BF16), x.to(BF16))
@@ -290,6 +296,34 @@ def program_order(grid: tuple[int, ...]) -> list[int]:
     seen = torch.zeros(int(np.prod(grid)), dtype=torch.int32)
     order_kernel[grid](torch.zeros(1, dtype=torch.int32), seen)
     return seen.tolist()
+
+
+def test_functions_of_the_language_held_by_name(tmp_path):
+    """A kernel's module may have imported them before the interpreter is repaired."""
+    script = """
+import torch, triton, triton.language as tl
+from triton.language import where
+from harness import interpreter
+
+@triton.jit
+def kernel(y, N: tl.constexpr):
+    o = tl.arange(0, N)
+    tl.store(y + o, where(o < 2, 1.0, -1.0))
+
+interpreter.install()
+y = torch.zeros(4)
+kernel[(1,)](y, N=4)
+assert y.tolist() == [1, 1, -1, -1]
+"""
+    (tmp_path / "script.py").write_text(script)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, str(tmp_path / "script.py")], env=environment, check=True)
+
+
+def test_loop_counters_have_methods():
+    y = torch.zeros(3)
+    counting_kernel[(1,)](y, 3)
+    assert y.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("grid", [(16,), (4, 4), (2, 2, 4)], ids=str)
