@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from harness import autotune, interpreter, memory
-from harness.call import NotCovered, RouteDidNotRun, stages_of
+from harness.call import NotCovered, RouteDidNotRun
 from harness.isolate import context_is_lost
 from harness.orphans import end_with_parent
 from harness.problem import Problem, materialise
 from harness.subject import load_subject
-from harness.variants import VARIANTS, run
+from harness.variants import VARIANTS, run, stages
 
 # How Python code says that it does not take an input.
 REFUSALS = (TypeError, ValueError, NotImplementedError, AssertionError)
@@ -30,7 +30,7 @@ def answer(request: dict, device: str, subject) -> dict:
     try:
         call = lambda: run(route, case, VARIANTS.get(request["variant"]))  # noqa: E731
         if request["stages"]:
-            done = stages_of(route, case)
+            done = stages(route, case, VARIANTS.get(request["variant"]))
         else:
             done = memory.watched(call, device) if request["again"] else call()
     except NotCovered as reason:

@@ -15,13 +15,14 @@ from rich.table import Table
 
 from harness import interpreter, options, results
 from harness.call import Route
-from harness.diagnose import diagnose, stages_of
+from harness.diagnose import diagnose
 from harness.minimise import minimise
 from harness.problem import Problem, streams
 from harness.report import folder
 from harness.results import FAILURES, Finding, Report, form_of, load_found
 from harness.runner import Checked, Runner
 from harness.shrink import shrink
+from harness.stage_line import stages_of
 from harness.subject import Subject, load_subject
 from harness.terminal import FINDING, INCOMPLETE, OK, say, show_finding, show_verdicts, stage_table
 from harness.variants import VARIANTS, WATCHED

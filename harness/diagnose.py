@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from harness import necessity, repeats, stage_trace
+from harness import necessity, repeats
 from harness.agreement import between
 from harness.call import Route
 from harness.field import Field, form, measure
@@ -22,9 +22,10 @@ from harness.repeats import Spread
 from harness.results import FAILURES, Finding, form_of
 from harness.rows import PER_QUERY_HEAD
 from harness.runner import Checked, Runner
+from harness.stage_line import Traced, line, traced
 from harness.stage_trace import StageRatio
 from harness.variants import VARIANTS, WATCHED, applicable
-from harness.verdict import Verdict, is_gradient
+from harness.verdict import Verdict
 
 MEASURED_STEPS = 5e7  # replicas of a field: tokens x heads x K x V; beyond it only the heads of the worst elements
 SHARE_OF_TRIALS = 0.5  # of the time of a diagnosis, at most
@@ -44,14 +45,18 @@ class Diagnosis:
     results: tuple[Tensor, Tensor] | None  # the failing quantity by the call itself, and in another form that has it
     location: Location | None
     trials: tuple[Trial, ...]
-    stages: tuple[StageRatio, ...]
-    untraced: str  # why there are no stages
+    traced: Traced
     spreads: tuple[Spread, ...]
     lines: tuple[tuple[str, str], ...]
     seen: bool = True  # the failure was there again when this was made
     cause: str = ""  # what the sanitizer says of a failure that comes and goes
     likes: tuple[Like, ...] = ()  # known faults of our kernels that answer the probes as this route does ...
     like: str = ""  # ... in words, for a report, which has room for them beside the five lines
+
+    @property
+    def stages(self) -> tuple[StageRatio, ...]:
+        """Every stage that was traced, in the order of computation."""
+        return self.traced.stages
 
     @property
     def said(self) -> tuple[tuple[str, str], ...]:
@@ -82,9 +87,9 @@ def diagnose(runner: Runner, finding: Finding, seed: int = 0, seconds: float = 2
     spreads = _spreads(runner, route, finding, checked, deadline)
     seen = bool(mine) or lost
     location = _location(finding, fields, checked) if seen else None
-    stages, untraced = [], "no stages after a crash" if finding.klass == "CRASH" else "no time for a stage trace"
-    if not lost and finding.klass != "CRASH" and time.monotonic() < deadline:
-        stages, untraced = stages_of(runner, route, problem, seed)
+    stages = Traced(untraced="no stages after a crash" if lost else "no time for a stage trace")
+    if not lost and time.monotonic() < deadline:
+        stages = traced(runner, route, finding, seed)
 
     def fails(candidate: Problem) -> bool | None:
         verdict = runner.verdict_like(finding, candidate, seed)
@@ -105,8 +110,7 @@ def diagnose(runner: Runner, finding: Finding, seed: int = 0, seconds: float = 2
         results=_both(finding, checked),
         location=location,
         trials=tuple(trials),
-        stages=tuple(stages),
-        untraced=untraced,
+        traced=stages,
         spreads=tuple(spreads),
         lines=(),
         seen=seen,
@@ -194,22 +198,13 @@ def _spreads(runner: Runner, route: Route, finding: Finding, checked: Checked, d
     return repeats.spreads(runs) if runs else []
 
 
-def stages_of(runner: Runner, route: Route, problem: Problem, seed: int) -> tuple[list[StageRatio], str]:
-    """(every stage of a call against its envelope, why there is none)."""
-    traced = runner.run(route, problem, stages=True)
-    if traced.status != "ran":
-        return [], traced.message.splitlines()[0]
-    case = materialise(problem, runner.oracle_device(problem))
-    return stage_trace.hold(traced.outputs, case, route.judged_by(problem), seed), ""
-
-
 def _lines(made: Diagnosis) -> tuple[tuple[str, str], ...]:
     return (
         ("what", _what(made)),
         ("where", _where(made)),
         ("how", _how(made)),
         ("needs", necessity.summary(list(made.trials))),
-        ("stage", _stage(made)),
+        ("stage", line(made.finding, made.traced, made.verdicts, made.cause)),
     )
 
 
@@ -293,36 +288,3 @@ def _first(made: Diagnosis) -> str:
     field, at = made.field, made.location.first
     got, expected, allowed = (float(x[at]) for x in (field.got, field.expected, field.tolerance))
     return f"got {got:.6g}, expected {expected:.6g} +- {allowed:.2g}"
-
-
-def _without_stage(made: Diagnosis) -> str:
-    """What is known of the place where no stage is outside its envelope, or none was seen."""
-    kernel = re.search(r"\bkernel (\w+), program", f"{made.finding.message} {made.cause}")
-    if kernel:
-        return f"kernel {kernel[1]}, as the sanitizer says"
-    if not made.stages:
-        return f"not known: {made.untraced}{_direction(made)}"
-    named = made.finding.quantity in made.finding.problem.quantities()
-    fault = f"what makes {made.finding.quantity} of them is at fault" if named else "the fault is around them"
-    return f"every stage is inside its envelope: {fault}"
-
-
-def _direction(made: Diagnosis) -> str:
-    """Which pass is at fault, by what it returns; "" where nothing is wrong with the call itself, or one had no say."""
-    own = made.finding.problem.quantities()
-    found = [v for v in made.verdicts if v.quantity in own and not form_of(v) and v.klass != "NOT_COVERED"]
-    forward = [v.klass in FAILURES for v in found if not is_gradient(v.quantity)]
-    backward = [v.klass in FAILURES for v in found if is_gradient(v.quantity)]
-    if not forward or not backward or not any(forward + backward):
-        return ""
-    return "; the forward pass is wrong" if any(forward) else "; the forward pass is right, the backward pass is wrong"
-
-
-def _stage(made: Diagnosis) -> str:
-    stages = made.stages
-    first = stage_trace.first_outside(list(stages)) if stages else None
-    if first is None:
-        return _without_stage(made)
-    inside = [stage.stage for stage in stages[: [s.stage for s in stages].index(first.stage)] if stage.ratio <= 1]
-    before = f"; {', '.join(inside)} before it are inside" if inside else ", the first of all"
-    return f"{first.stage} is the first outside its envelope ({first.ratio:.3g} x its limit){before}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harness import agreement, memory, variants
 from harness.bits import differing_bytes
-from harness.call import NotCovered, Route, RouteDidNotRun, stages_of
+from harness.call import NotCovered, Route, RouteDidNotRun
 from harness.isolate import DEATHS, Child, Outcome, context_is_lost, of_error
 from harness.problem import Case, Problem, materialise
 from harness.results import Finding, form_of
@@ -180,10 +180,13 @@ class Runner:
         return severity(verdict.ratio) >= severity(finding.ratio)
 
     def steadier(self, finding: Finding) -> Finding:
-        """What the sanitizer says of a call that crashes, which depends on what lies beside its memory; else itself."""
+        """What the sanitizer says of a call that crashes, or does not give the same twice, both of which may depend on
+        what lies in or beside its memory; else itself.
+        """
         route = self.subject.route(finding.route, finding.problem.entry)
         watched = VARIANTS[WATCHED] in variants.applicable(route, finding.problem)
-        if (finding.quantity, finding.klass, finding.variant) != ("call", "CRASH", "") or not watched:
+        crashed = (finding.quantity, finding.klass, finding.variant) == ("call", "CRASH", "")
+        if not watched or not (crashed or finding.klass == "NONDETERMINISTIC"):
             return finding
         outcome = self.run(route, finding.problem, VARIANTS[WATCHED])
         if outcome.status in ("ran", "not_covered"):
@@ -200,7 +203,7 @@ class Runner:
         stages: bool = False,
         again: bool = False,
     ) -> Outcome:
-        """One call, unjudged, in the form of a variant; with `stages` its intermediates instead of its outputs.
+        """One call, unjudged, in the form of a variant; with `stages` the intermediates instead of the outputs.
 
         `again`: the same call was the last one, so that this one should not need more memory.
         """
@@ -210,7 +213,7 @@ class Runner:
             case = self._case(problem, self.device)
             call = lambda: variants.run(route, case, variant)  # noqa: E731
             if stages:
-                run = stages_of(route, case)
+                run = variants.stages(route, case, variant)
             else:
                 run = memory.watched(call, self.device) if again else call()
         except NotCovered as reason:

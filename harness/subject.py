@@ -9,12 +9,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib import metadata
 
-import torch
 from torch import Tensor
 
 from harness import checkout, fitting
 from harness.adapters import PEERS, Adapter, adapter_route
-from harness.call import DIFFERENTIABLE, Route, keywords
+from harness.call import DIFFERENTIABLE, Route, call, keywords
 from harness.foreign import ENTRY_OF_NAME, both, entry_of, signature_routes
 from harness.problem import Case, Problem
 from harness.serving import Served
@@ -52,7 +51,8 @@ class Subject:
 def own_subject() -> Subject:
     """kda's own routes, each forced, with the launch record as proof."""
     import kda
-    from kda.chunk_fwd import SAFE_GATE, UNBOUNDED, anchored
+    from kda.backends.torch_backend import ROUTE as TORCH
+    from kda.chunk_fwd import anchored
     from kda.decode import PRECISION as DECODE_PRECISION
     from kda.fused_segments import segment_tokens
     from kda.gate import PRECISION as GATE_PRECISION
@@ -85,25 +85,21 @@ def own_subject() -> Subject:
                 routes.append(Route(route.id, entry, Served(kda.kda_decode), spec, **shown))
                 continue
             function, origin = functions[entry], f"kda:{functions[entry].__name__}"
-            stages = _staged(route.id) if entry == "chunk" and route.id in (SAFE_GATE, UNBOUNDED) else None
-            routes.append(Route(route.id, entry, function, spec, lacks, origin=origin, stages=stages, **shown))
+            made = Route(route.id, entry, function, spec, lacks, origin=origin, **shown)
+            has_stages = entry != "gate" and route.id != TORCH
+            routes.append(replace(made, stages=_shown(made)) if has_stages else made)
     return Subject("kda", _version("kda-harness"), tuple(routes), foreign=False)
 
 
-def _staged(route_id: str) -> Callable[[Case], dict[str, Tensor]]:
-    """The intermediates of kda's staged kernels."""
-    from kda import contract
-    from kda.chunk_stages import chunk_stages
+def _shown(route: Route) -> Callable[[Case], dict[str, Tensor]]:
+    """The intermediates of a call of one of kda's own routes, as the very call leaves them."""
+    from kda import trace
+    from kda.chunk_stages import in_layout
 
     def stages(case: Case) -> dict[str, Tensor]:
-        tensors = {name: case.inputs.get(name) for name in DIFFERENTIABLE}
-        words = keywords(case, "chunk")
-        words["scale"] = contract.default_scale(tensors["q"], case.options.scale)
-        call = contract.validate(contract.Call("chunk", **tensors, **words))
-        do = case.inputs.get("do")
-        if do is None and case.problem.gradients:
-            do = torch.zeros_like(tensors["v"])
-        return chunk_stages(call, route_id, do=do, dht=case.inputs.get("dht"))
+        with trace.traced() as found:
+            call(route, case)
+        return in_layout(found, case.options.state_v_first)
 
     return stages
 

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from harness import interpreter
-from harness.call import Route, Run, call
+from harness.call import Route, Run, call, stages_of
 from harness.problem import Case, Problem
 from harness.rows import BY_TOKEN, heads_of, slice_heads, slice_output
 from oracle.packing import Layout
@@ -62,6 +62,14 @@ def run(route: Route, case: Case, variant: Variant | None) -> Run:
         return call(route, case)
     with variant.context():
         return call(route, variant.change(case))
+
+
+def stages(route: Route, case: Case, variant: Variant | None) -> Run:
+    """What the stages of that form left."""
+    if variant is None:
+        return stages_of(route, case)
+    with variant.context():
+        return stages_of(route, variant.change(case))
 
 
 def applicable(route: Route, problem: Problem) -> list[Variant]:

@@ -10,9 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
-from kda import registry
+from kda import registry, trace
 from kda.adjoints import allocate_tokens, beta_gradient, query_gradient
-from kda.chunk_fwd import SAFE_GATE, UNBOUNDED, Plan, Stages, anchored, forward, launch
+from kda.chunk_fwd import SAFE_GATE, UNBOUNDED, Plan, Stages, anchored, forward, launch, show
 from kda.chunk_index import ChunkIndex
 from kda.chunk_intra_bwd import kda_chunk_intra_bwd_kernel
 from kda.chunk_output import kda_chunk_inter_bwd_kernel, kda_chunk_output_bwd_kernel
@@ -32,9 +32,8 @@ def backward(
     made: Stages,
     do: Tensor,
     dht: Tensor | None,
-    trace: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor | None]:
-    """Every gradient of a call, by the name of its argument; `trace` receives those of the stages."""
+    """Every gradient of a call, by the name of its argument."""
     B, T, H, HV, K, V = call.shape
     C, chunks = index.chunk, index.slots * HV
     empty = lambda *shape, dtype=plan.stored: torch.empty(*shape, dtype=dtype, device=call.q.device)  # noqa: E731
@@ -74,8 +73,8 @@ def backward(
     sizes = (*where, call.scale, plan.half_span, plan.lowest, H, HV, K)
     launch(plan, kda_chunk_intra_bwd_kernel, chunks * NK, *inputs, *sizes, **plan.pairs(C))
 
-    if trace is not None:
-        trace |= {"dA_qk": dA_qk, "dA_kk": dA_kk, "dv_new": dv_new, "z": z, "dh": dh}
+    if trace.is_open():
+        show(call, index, {"dA_qk": dA_qk, "dA_kk": dA_kk, "dv_new": dv_new, "z": z, "dh": dh})
     dA_log = ddt_bias = None
     if call.use_gate_in_kernel:
         dg, dA_log, ddt_bias = gate_backward(call.g, call.A_log, call.dt_bias, call.lower_bound, dg, plan.route)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kda import record, relaunch
+from kda import record, relaunch, trace
 from kda.adjoints import allocate_tokens
 from kda.chunk_index import ChunkIndex
 from kda.chunk_intra import kda_chunk_decay_fwd_kernel, kda_chunk_intra_fwd_kernel
@@ -210,4 +210,23 @@ def forward(call: Call, plan: Plan, index: ChunkIndex) -> tuple[Tensor, Tensor |
     tiles = {"BK": plan.BK, "BV": plan.BV, "DOT": plan.DOT, "V_FIRST": call.state_v_first, "num_warps": 4}
     launch(plan, kda_chunk_output_fwd_kernel, slots * HV * triton.cdiv(V, plan.BV), *terms, C=C, **tiles)
     stages = Stages(g, q_rstd, k_rstd, A_qk, A_kk, inverse, q_decayed, k_decayed, k_rest, decay, w, u, h, v_new)
+    if trace.is_open():
+        places = {"offsets": index.offsets, "chunk_offsets": index.slots_of}
+        filled = index.counts > 0
+        trace.show(places | {"chunk_rows": index.rows[filled], "chunk_counts": index.counts[filled]})
+        show(call, index, {name: getattr(stages, name) for name in SHOWN} | {"states": h})
     return o, ht, stages
+
+
+SHOWN = ("A_qk", "A_kk", "inverse", "q_decayed", "k_decayed", "k_rest", "decay", "w", "u", "v_new")
+
+
+def show(call: Call, index: ChunkIndex, stages: dict[str, Tensor]) -> None:
+    """Stages by slot or by token, as a trace has them."""
+    for name, x in stages.items():
+        if name in trace.STATES:
+            x = x.mT if call.state_v_first else x
+        if name in (*trace.STATES, "decay"):
+            trace.show({name: trace.by_chunk(name, x, index.counts)})
+        else:
+            trace.show({name: trace.by_token(name, x, index.rows, index.counts, index.chunk)})

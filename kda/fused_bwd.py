@@ -6,6 +6,7 @@ import math
 import torch
 from torch import Tensor
 
+from kda import fused_stages, trace
 from kda.adjoints import allocate_tokens, beta_gradient, query_gradient
 from kda.chunk_fwd import BLOCK, anchored, half_span, launch
 from kda.contract import Call
@@ -52,6 +53,8 @@ def gradients_from(
     y, states = _values_and_states(call, plan, made)
     dstates = _states(call, plan)
     dv, dh0 = reverse_scan(call, plan, made, do, dht, dstates)
+    if trace.is_open():
+        fused_stages.show_backward(call, made.tables, states, dstates)
     between = (y, do, dv, states, dstates)
     dq, dk, dg, dbeta, dA_log, ddt_bias = _chunks(call, plan, made.tables, factors, between)
     return {

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kda import fused_stages, trace
 from kda.chunk_fwd import BLOCK, anchored, launch
 from kda.contract import SAFE_BOUND, Call
 from kda.fused_prep import kda_fused_prep_kernel
@@ -170,6 +171,8 @@ def prepare(call: Call, plan: FusedPlan, factors: Tensor | None = None) -> Works
     programs = plan.slots * HV if call.sequences else 0
     between = (*made.tensors(), factors, *made.tables)
     launch(plan, kda_fused_prep_kernel, programs, *inputs, *between, *sizes, **flags, **tile)
+    if trace.is_open():
+        fused_stages.show_workspace(call, plan.shift, made, factors is not None)
     return made
 
 

@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kda import contract, ops, record, registry
+from kda import contract, ops, record, registry, trace
 from kda.adjoints import allocate_tokens, beta_gradient, query_gradient, sum_heads
 from kda.contract import DIFFERENTIABLE, Call
 from kda.gate import dense, gate_backward
@@ -78,6 +78,8 @@ def _recurrent_forward(call: Call, keep_states: bool) -> tuple[Tensor, Tensor | 
     ht = new_state(call.sequences) if call.output_final_state else None
     h = new_state(call.chunk_bound()) if keep_states else None
     tile = forward_tile(K, V)
+    offsets, chunk_offsets = call.offsets(), call.chunk_offsets() if keep_states else None
+    _show(offsets, chunk_offsets)
     grid = (call.sequences * HV * triton.cdiv(V, tile.BV),)
     if grid[0]:
         record.note(ROUTE, "kda_recurrent_fwd_kernel", **vars(tile))
@@ -93,8 +95,8 @@ def _recurrent_forward(call: Call, keep_states: bool) -> tuple[Tensor, Tensor | 
             o,
             ht,
             h,
-            call.offsets(),
-            call.chunk_offsets() if keep_states else None,
+            offsets,
+            chunk_offsets,
             call.scale,
             call.lower_bound or 0.0,
             call.beta_range,
@@ -120,6 +122,8 @@ def _recurrent_backward(call: Call, h: Tensor, do: Tensor, dht: Tensor | None) -
     # One compilation for every loss: a kernel without dht would be free to contract its sums in another way.
     dht = torch.zeros(call.state_shape, dtype=torch.float32, device=call.q.device) if dht is None else dht
     tiles = call.sequences * HV * NV
+    offsets, chunk_offsets = call.offsets(), call.chunk_offsets()
+    _show(offsets, chunk_offsets)
     if tiles:
         programs = min(tiles, BACKWARD_PROGRAMS)
         workspace = torch.empty(programs, call.chunk_size, tile.BK, tile.BV, dtype=torch.float32, device=call.q.device)
@@ -142,8 +146,8 @@ def _recurrent_backward(call: Call, h: Tensor, do: Tensor, dht: Tensor | None) -
             dg,
             dbeta,
             dh0,
-            call.offsets(),
-            call.chunk_offsets(),
+            offsets,
+            chunk_offsets,
             call.scale,
             call.lower_bound or 0.0,
             call.beta_range,
@@ -170,6 +174,12 @@ def _recurrent_backward(call: Call, h: Tensor, do: Tensor, dht: Tensor | None) -
     if call.use_gate_in_kernel:
         dg, out["A_log"], out["dt_bias"] = gate_backward(call.g, call.A_log, call.dt_bias, call.lower_bound, dg, ROUTE)
     return {**out, "g": dg}
+
+
+def _show(offsets: Tensor, chunk_offsets: Tensor | None) -> None:
+    """Where the kernels look for sequences: what a trace sees of a route whose only stages are in registers."""
+    if trace.is_open():
+        trace.show({"offsets": offsets} | ({} if chunk_offsets is None else {"chunk_offsets": chunk_offsets}))
 
 
 class _RecurrentFunction(torch.autograd.Function):

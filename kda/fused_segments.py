@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kda import chunk_bwd, fused, fused_bwd, fused_fwd, registry
+from kda import chunk_bwd, fused, fused_bwd, fused_fwd, fused_stages, registry, trace
 from kda.chunk_fwd import BLOCK, anchored
 from kda.contract import DIFFERENTIABLE, Call
 from kda.fused_fwd import SCAN, FusedPlan, Workspace, prepare, scan
@@ -74,6 +74,8 @@ class _Prepared:
 
     def from_states(self, states: Tensor) -> "_Prepared":
         """With a state before each piece, of `[N, most + 1, HV, K, V]`."""
+        if trace.is_open():
+            fused_stages.show_pieces(self.pieces, "piece_states", states)
         return replace(self, packed=replace(self.packed, initial_state=dense(self.pieces.by_slot(states))))
 
     def arriving(self, P: Tensor, do: Tensor, dht: Tensor) -> Tensor:
@@ -120,6 +122,8 @@ def gradients(call: Call, do: Tensor | None, dht: Tensor | None, route: str) -> 
     cut_up = cut_up.from_states(chain(P, Q, _k_first(call, call.initial_state)))
     do = torch.zeros_like(cut_up.packed.v) if do is None else dense(do).view(cut_up.packed.v.shape)
     arriving = cut_up.arriving(P, do, _k_first(call, dht))
+    if trace.is_open():
+        fused_stages.show_pieces(pieces, "piece_gradients", arriving, after=True)
     behind = dense(pieces.by_slot(arriving, after=True))
     found = fused_bwd.gradients_from(cut_up.packed, cut_up.plan, cut_up.made, cut_up.factors, do, behind)
     dh0 = found.pop("initial_state")

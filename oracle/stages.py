@@ -229,7 +229,9 @@ class ChunkedRows:
     def _residual(
         self, A_qk: Tensor, A_kk: Tensor, _, k_grown: Tensor, k_rest: Tensor
     ) -> tuple[dict[str, Tensor], Step]:
-        """(inverse; the step of a chunk): x = v - (k 2^G) S, y = R x with R = (I + A_kk b)^-1, and A_qk b R at once."""
+        """(inverse, k_update, response; the step of a chunk): x = v - (k 2^G) S, y = R x with R = (I + A_kk b)^-1, and
+        A_qk b R at once.
+        """
         operand, weight = self.model.operand, self.beta.mT
         R = Inverse.apply(torch.tril(A_kk * weight, -1), self.rounding, self.model)
         response = self.product("response", A_qk * weight, R, self.model.merge)
@@ -244,15 +246,18 @@ class ChunkedRows:
             gained = self.product("k_value", of_rest[c].mT, y, operand)
             return of_response[c] @ x, of_beta[c] * y, gained
 
-        return {"inverse": R}, step
+        return {"inverse": R, "k_update": self.beta * k_rest, "response": response}, step
 
     def _solved(self, A_qk: Tensor, A_kk: Tensor, _, k_grown: Tensor, k_rest: Tensor) -> tuple[dict[str, Tensor], Step]:
-        """(inverse; the step of a chunk): y = R x as for 'residual', stored, and A_qk b applied to it."""
+        """(inverse, k_update, A_qk_beta; the step of a chunk): y = R x as for 'residual', stored, and A_qk b applied to
+        it.
+        """
         operand, weight = self.model.operand, self.beta.mT
         L = torch.tril(A_kk * weight, -1)
         R = Inverse.apply(L, self.rounding, self.model)
         of_v, of_k, of_L, of_R = map(each, (self.v, k_grown, L, R.detach()))
-        of_beta, of_rest, of_A = map(each, (self.beta, self.beta * k_rest, A_qk * weight))
+        shown = {"inverse": R, "k_update": self.beta * k_rest, "A_qk_beta": A_qk * weight}
+        of_beta, of_rest, of_A = map(each, (self.beta, shown["k_update"], shown["A_qk_beta"]))
 
         def step(c: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             x = of_v[c] - self.product("k_state", of_k[c], state, operand)
@@ -262,7 +267,7 @@ class ChunkedRows:
             intra = self.product("A_value", of_A[c], y, operand)
             return intra, of_beta[c] * y, gained
 
-        return {"inverse": R}, step
+        return shown, step
 
 
 def each(x: Tensor) -> tuple[Tensor, ...]:

@@ -1,6 +1,7 @@
 """Authority on every stage of a whole chunkwise call, forward and backward: what a stage trace is held to."""
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -11,10 +12,15 @@ from oracle.recurrence import Rows
 from oracle.rounding import EXACT, Rounding
 from oracle.stages import ChunkedRows, ChunkModel, chunked, finite_gate
 
-FORWARD = ("q_decayed", "k_decayed", "k_rest", "decay", "A_qk", "A_kk", "inverse", "w", "u", "states", "v_new")
-BACKWARD = ("dA_qk", "dh", "dv_new", "z", "dA_kk")
+# In the order of computation. Of places, exact whole numbers; of pieces, where a route cuts sequences.
+PLACES = ("offsets", "chunk_offsets", "chunk_rows", "chunk_counts")
+PREPARED = ("q_decayed", "k_decayed", "k_rest", "decay", "A_qk", "A_kk", "inverse", "w", "u")
+FUSED = ("k_update", "response", "A_qk_beta")  # of the forms 'residual' and 'solved', which keep no w and u
+FORWARD = (*PREPARED, *FUSED, "piece_states", "states", "v_new")
+BACKWARD = ("dA_qk", "piece_gradients", "dh", "dv_new", "z", "dA_kk")
 WITHOUT_TOKENS = ("decay", "states", "dh")
-LOWER = {"A_qk": 0, "A_kk": -1, "inverse": 0, "dA_qk": 0, "dA_kk": -1}
+LOWER = {"A_qk": 0, "A_kk": -1, "inverse": 0, "response": 0, "A_qk_beta": 0, "dA_qk": 0, "dA_kk": -1}
+OF_PIECES = {"piece_states": "states", "piece_gradients": "dh"}
 
 
 def trace_stages(
@@ -32,17 +38,43 @@ def trace_stages(
     u, v_new `[slots, HV, C, V]`; decay `[slots, HV, K]`; states, before each chunk, `[slots, HV, K, V]` (V-first
     swaps). With `gradients` those of sum(o do) + sum(ht dht) by the stages: dA_qk, dA_kk, dv_new, z = inverse^T dv_new,
     and dh, by the state behind each chunk. Slots are those of one sequence after the other; rows past the end
-    of a sequence are 0.
+    of a sequence are 0. A model with other forms has its own: response = A_qk b R, or A_qk_beta = A_qk b, `[slots, HV,
+    C, C]`, and k_update = b k_rest; of gradients by stages dh alone. One with a `segment` has piece_states before and
+    piece_gradients behind every piece of as many tokens, `[pieces, HV, K, V]`.
     """
     recorder = _Recorder(model, rounding, gradients)
     options = replace(options, intermediates=False)
     evaluate(inputs, options, gradients=gradients, rounding=rounding, formats=formats, core=recorder)
     layout = Layout.of(*inputs["q"].shape[:2], inputs.get("cu_seqlens"))
     stages = recorder.by_slot(layout, inputs["v"].shape[2], inputs["q"].device)
-    for name in ("states", "dh") if options.state_v_first else ():
+    stages |= _of_pieces(stages, layout, model) if model.segment else {}
+    for name in ("states", "dh", *OF_PIECES) if options.state_v_first else ():
         if name in stages:
             stages[name] = stages[name].mT
     return stages if rounding.replicas else {name: x[0] for name, x in stages.items()}
+
+
+def places(inputs: Inputs, chunk: int) -> dict[str, Tensor]:
+    """Where sequences and chunks are, int64: offsets, the first row of every sequence and the end, chunk_offsets, its
+    first slot and their number, `[N + 1]`; chunk_rows and chunk_counts, first row and tokens of each chunk, `[chunks]`.
+    """
+    layout = Layout.of(*inputs["g"].shape[:2], inputs.get("cu_seqlens"))
+    starts = [(a, i, length) for a, length in zip(layout.starts, layout.lengths) for i in range(0, length, chunk)]
+    found = {
+        "offsets": [*layout.starts, layout.used],
+        "chunk_offsets": layout.chunk_slots(chunk),
+        "chunk_rows": [a + i for a, i, _ in starts],
+        "chunk_counts": [min(chunk, length - i) for _, i, length in starts],
+    }
+    return {name: torch.tensor(x, dtype=torch.int64) for name, x in found.items()}
+
+
+def _of_pieces(stages: dict[str, Tensor], layout: Layout, model: ChunkModel) -> dict[str, Tensor]:
+    """The states of the first chunk of every piece, and their gradients behind the last one."""
+    slots, step = layout.chunk_slots(model.chunk), model.segment // model.chunk
+    spans = [(first, min(first + step, b)) for a, b in pairwise(slots) for first in range(a, b, step)]
+    at = {"states": [a for a, _ in spans], "dh": [b - 1 for _, b in spans]}
+    return {piece: stages[name][:, at[name]] for piece, name in OF_PIECES.items() if name in stages}
 
 
 @dataclass
@@ -75,6 +107,9 @@ class _Recorder:
         ends = [stages["o"], stages["state"]]
         arriving = [do.expand_as(ends[0]), dstate.expand_as(ends[1])]
         behind, values = traced.carried[1:], traced.values
+        if self.model.form != "wy":  # the values that others show are of no use to their own next step
+            found = torch.autograd.grad(ends, behind, arriving)
+            return {"dh": torch.stack(found, 2)}
         wanted = [stages["A_qk"], stages["A_kk"], *behind, *values]
         dA_qk, dA_kk, *rest = torch.autograd.grad(ends, wanted, arriving)
         dv_new = torch.stack(rest[len(behind) :], 2)

@@ -52,7 +52,7 @@ class Row:
     def stage_word(self) -> str:
         """The stage, the result or the kernel that the stage line names; what it says where it names none."""
         line = self.stage
-        forms = (r"^(\w+) is the first outside", r"what makes (\w+) of them", r"^kernel (\w+)")
+        forms = (r"^(\w+) is (?:the first|what is wrong)", r"what makes (\w+) of them", r"^kernel (\w+)")
         said = next(filter(None, (re.search(form, line) for form in forms)), None)
         return said[1] if said else line.rpartition("; ")[2]
 

@@ -7,7 +7,7 @@ from harness.problem import Problem, materialise
 from oracle.operator import evaluate
 from oracle.rounding import RandomGrids
 from oracle.stages import ChunkModel
-from oracle.trace import BACKWARD, FORWARD, trace_stages
+from oracle.trace import BACKWARD, FORWARD, FUSED, OF_PIECES, places, trace_stages
 
 RANDOM = {"q": "unit", "v": "gauss", "g": "mild", "beta": "uniform", "h0": "gauss", "do": "gauss", "dht": "gauss"}
 PACKED = Problem(lengths=(5, 0, 20), packed=True, tail=3, heads=2, K=3, V=2, initial_state=True, **RANDOM)
@@ -29,7 +29,8 @@ def test_slots_of_a_packed_call_hold_the_stages_of_each_sequence():
     case = materialise(PACKED)
     stages = trace_stages(case.inputs, case.options, MODEL, gradients=True)
     exact = evaluate(case.inputs, case.options)
-    assert tuple(stages) == (*FORWARD, *BACKWARD)
+    of_other_models = (*FUSED, *OF_PIECES)
+    assert tuple(stages) == tuple(name for name in (*FORWARD, *BACKWARD) if name not in of_other_models)
     torch.testing.assert_close(stages["states"][0], case.inputs["initial_state"][0].double())
     torch.testing.assert_close(stages["states"][1], case.inputs["initial_state"][2].double())
     last = stages["decay"][2, :, :, None] * stages["states"][2]
@@ -61,3 +62,38 @@ def test_replicas_lead(gradients):
     assert stages["A_qk"].shape == (4, 1, 1, 16, 16)
     assert ("dh" in stages) == gradients
     assert float(stages["w"].std(0).max()) > 0
+
+
+def test_places_of_a_packed_call():
+    found = {name: x.tolist() for name, x in places(materialise(PACKED).inputs, 16).items()}
+    assert found == {
+        "offsets": [0, 5, 5, 25],
+        "chunk_offsets": [0, 1, 1, 3],
+        "chunk_rows": [0, 5, 21],
+        "chunk_counts": [5, 16, 4],
+    }
+
+
+@pytest.mark.parametrize("form, product", [("residual", "response"), ("solved", "A_qk_beta")])
+def test_the_other_forms_have_the_same_stages_and_their_own(form, product):
+    case = materialise(PACKED)
+    plain, other = (
+        trace_stages(case.inputs, case.options, ChunkModel(chunk=16, form=name), gradients=True)
+        for name in ("wy", form)
+    )
+    beta = torch.zeros(3, 2, 16).double()
+    for slot, (start, count) in enumerate(((0, 5), (5, 16), (21, 4))):
+        beta[slot, :, :count] = case.inputs["beta"][0, start : start + count].T.double()
+    for name in ("states", "v_new", "dh", "A_qk"):
+        torch.testing.assert_close(other[name], plain[name])
+    torch.testing.assert_close(other["k_update"], beta[..., None] * plain["k_rest"])
+    weighted = plain["A_qk"] * beta[..., None, :]
+    torch.testing.assert_close(other[product], weighted @ other["inverse"] if form == "residual" else weighted)
+
+
+def test_states_and_gradients_of_pieces_are_those_of_their_first_and_last_chunks():
+    case = materialise(Problem(lengths=(70, 20), packed=True, K=2, V=2, **RANDOM))
+    model = ChunkModel(chunk=16, form="solved", segment=32)
+    stages = trace_stages(case.inputs, case.options, model, gradients=True)
+    torch.testing.assert_close(stages["piece_states"], stages["states"][[0, 2, 4, 5]])
+    torch.testing.assert_close(stages["piece_gradients"], stages["dh"][[1, 3, 4, 6]])
