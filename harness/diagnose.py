@@ -83,13 +83,13 @@ def diagnose(runner: Runner, finding: Finding, seed: int = 0, seconds: float = 2
     mine = [v for v in checked.verdicts if (v.quantity, v.klass, form_of(v)) == sought]
     if mine:
         finding = replace(finding, ratio=mine[0].ratio, message=str(mine[0]))
+    stages = Traced(untraced="no stages after a crash" if lost else "no time for a stage trace")
+    if not lost and time.monotonic() < deadline:
+        stages = traced(runner, route, finding, seed)
     fields = _fields(runner, route, finding, checked, mine[0] if mine else None, seed)
     spreads = _spreads(runner, route, finding, checked, deadline)
     seen = bool(mine) or lost
     location = _location(finding, fields, checked) if seen else None
-    stages = Traced(untraced="no stages after a crash" if lost else "no time for a stage trace")
-    if not lost and time.monotonic() < deadline:
-        stages = traced(runner, route, finding, seed)
 
     def fails(candidate: Problem) -> bool | None:
         verdict = runner.verdict_like(finding, candidate, seed)

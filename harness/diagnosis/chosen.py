@@ -7,19 +7,29 @@ from collections.abc import Mapping
 from harness.mutants.catalogue import MUTANTS
 from harness.mutants.mutant import KINDS, Mutant
 from harness.mutants.signing import signable
+from oracle.trace import PLACES
 
 COUNT = 20
 
-# What a function of the staged route makes, alone or for others: stages of a trace, or results made of stages.
+# What a function, or one of a file, makes, alone or for others: stages of a trace, or results made of stages. Those that
+# are not here are used by every kernel, or show nothing between their inputs and results.
 _PAIRS = ("A_qk", "A_kk")
 _DECAYED = ("q_decayed", "k_decayed", "k_rest", "decay")
+_OF_FUSED = ("q_decayed", "k_decayed", "k_update", "inverse", "response", "A_qk_beta")
+_OF_CHUNKS = ("dq", "dk", "dg", "dbeta", "dA_log", "ddt_bias")
+_OF_PIECES = ("piece_states", "piece_gradients")
 MAKES: Mapping[str, tuple[str, ...]] = {
     "kda_chunk_decay_fwd_kernel": _DECAYED,
     "kda_row_rstd_kernel": (*_DECAYED, *_PAIRS),
     "load_normalised": (*_DECAYED, *_PAIRS),
     "load_gate": (*_DECAYED, *_PAIRS),
     **dict.fromkeys(("kda_chunk_intra_fwd_kernel", "step_factors", "step_range", "step_region", "pairs"), _PAIRS),
-    **dict.fromkeys(("half_span", "chunk_kda_staged"), _PAIRS),
+    "half_span": _PAIRS,
+    **dict.fromkeys(("chunk_kda_staged", "choose"), ("route",)),  # which kernels run at all
+    **dict.fromkeys(("kda/chunk_tiles.py", "split_three", "range_sums"), (*_DECAYED, *_PAIRS)),
+    "load_betas": ("inverse", "w", "u", "z", "dA_kk"),
+    **dict.fromkeys(("offsets", "chunk_offsets"), ("offsets", "chunk_offsets")),
+    "kda/chunk_index.py:of": PLACES,
     **dict.fromkeys(("kda_solve_blocks_kernel", "kda_join_blocks_kernel", "solve"), ("inverse",)),
     "kda_wy_fwd_kernel": ("w", "u"),
     "kda_chunk_state_fwd_kernel": ("states", "v_new", "ht"),
@@ -30,7 +40,27 @@ MAKES: Mapping[str, tuple[str, ...]] = {
     "kda_wy_bwd_kernel": ("z", "dA_kk"),
     "kda_chunk_intra_bwd_kernel": ("dq", "dk", "dg"),
     "kda_chunk_inter_bwd_kernel": ("dq", "dk", "dg", "dbeta"),
+    "kda/chunk_bwd.py:backward": ("dv", *_OF_CHUNKS),  # what becomes of the gradients that kernels left
+    "kda_fused_index_kernel": ("chunk_rows", "chunk_counts"),
+    **dict.fromkeys(("kda_fused_prep_kernel", "log2_gate"), (*_OF_FUSED, "decay")),
+    "split_half": (*_OF_FUSED, "dg"),
+    **dict.fromkeys(("invert_unit_lower", "kda/fused_fwd.py:_of"), ("inverse", "response")),
+    **dict.fromkeys(("kda_fused_scan_kernel", "scan_step", "run_scan"), ("states", "o", "ht")),
+    **dict.fromkeys(("kda_fused_scan_bwd_kernel", "reverse_step"), ("dh", "dv", "dh0")),
+    "sequence_place": ("states", "o", "ht", "dh", "dv", "dh0"),
+    **dict.fromkeys(("kda_fused_chunk_bwd_kernel", "range_adjoint", "pairs_of_step", "store_gradient"), _OF_CHUNKS),
+    **dict.fromkeys(("fast_bounded_adjoint", "_chunks"), _OF_CHUNKS),
+    "kda/segments.py:of": (*PLACES, *_OF_PIECES),
+    **dict.fromkeys(("chain", "kda/fused_segments.py:maps", "kda/fused_fwd.py:maps"), _OF_PIECES),
+    "chain_back": ("piece_gradients",),
+    "kda/fused_segments.py:gradients": ("dh",),  # which takes the pieces' gradients to the reverse scan
+    "last": ("ht",),
 }
+
+
+def made_by(place: str) -> tuple[str, ...]:
+    """What `file:function` makes."""
+    return MAKES.get(place, MAKES.get(place.rpartition(":")[2], ()))
 
 
 def chosen() -> tuple[Mutant, ...]:

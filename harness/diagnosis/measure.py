@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 
+from harness.counterexample import MINIMISE_SECONDS, SHARE_OF_DIAGNOSIS
 from harness.diagnose import diagnose
-from harness.diagnosis.chosen import MAKES
+from harness.diagnosis.chosen import made_by
 from harness.likeness.book import Like, likest
 from harness.likeness.looking import asked
 from harness.likeness.signature import Signature
@@ -26,7 +27,7 @@ SEED = 0  # that of stored signatures is another one, and so are the sizes and v
 PROBLEMS = 100
 ATTEMPTS = 40  # of each of the two searches: what a machine is fast enough for does not matter
 SECONDS = 600.0  # of a search, which its attempts end before
-DIAGNOSIS_SECONDS = 10.0
+DIAGNOSIS_SECONDS = MINIMISE_SECONDS * SHARE_OF_DIAGNOSIS
 MODES = ("gate", "dtype", "gate_dtype", "scale", "offsets", "chunk_size", "precision", "loss")
 
 
@@ -60,7 +61,7 @@ class Row:
     def names_stage(self) -> bool:
         """Whether the stage line names what the patched function makes."""
         function = self.place.rpartition(":")[2]
-        return self.stage_word in (function, *MAKES.get(function, ()))
+        return self.stage_word in (function, *made_by(self.place))
 
     @property
     def likes(self) -> list[Like]:
@@ -88,8 +89,9 @@ def measured(mutant: Mutant, seed: int = SEED, device: str = "cpu") -> Row:
         mutant.write(Path(name))
         with faulty_runner(Path(name), device) as runner:
             finding = first_failure(mutant, runner, seed)
-        if finding is None:
-            return row
+            if finding is None:
+                answers = asked(runner, runner.subject.route(mutant.route, mutant.entry), seed, math.inf)
+                return replace(row, answers=answers.as_dict())
         before = _cpu_seconds()
         with faulty_runner(Path(name), device) as runner:
             smaller = smallest(runner, finding, seed)

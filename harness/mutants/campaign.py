@@ -13,7 +13,8 @@ from harness.mutants.trial import try_mutant
 from harness.orphans import end_with_parent
 
 
-def _prepare(device: str) -> None:
+def prepare(device: str) -> None:
+    """What a worker process does first."""
     end_with_parent()
     torch.set_num_threads(1)
     if device == "cpu":
@@ -33,7 +34,7 @@ def campaign(
     trials: list[Trial] = []
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_prepare, initargs=(device,)) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=prepare, initargs=(device,)) as pool:
         waiting = [pool.submit(try_mutant, mutant, problems, seed, device) for mutant in mutants]
         try:
             for future in as_completed(waiting):
