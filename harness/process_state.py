@@ -78,7 +78,7 @@ def _autocast(device: str) -> tuple[Setting, Setting]:
     )
 
 
-_OF_DEVICE = {"cpu": (*_EVERYWHERE, *_autocast("cpu")), "cuda": (*_EVERYWHERE, *_autocast("cuda"), *_CUDA)}
+OF_DEVICE = {"cpu": (*_EVERYWHERE, *_autocast("cpu")), "cuda": (*_EVERYWHERE, *_autocast("cuda"), *_CUDA)}
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Watched:
 @contextlib.contextmanager
 def watched(device: torch.device) -> Iterator[Watched]:
     """Notes what the block changes, and puts it back so that later calls do not suffer from it."""
-    settings, seen = _OF_DEVICE["cuda" if device.type == "cuda" else "cpu"], Watched()
+    settings, seen = OF_DEVICE["cuda" if device.type == "cuda" else "cpu"], Watched()
     before = [_value(setting) for setting in settings]
     try:
         yield seen

@@ -23,7 +23,7 @@ def main(jobs: int) -> None:
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=prepare, initargs=("cpu",)) as pool:
         for mutant, row in zip(mutants, pool.map(measured, mutants)):
             made[mutant] = row
-            print(f"{row.mutant}: {row.seconds:.0f} s, {row.problem or 'not found'}; {row.stage}", flush=True)
+            print(f"{row.mutant}: {row.seconds:.0f} s, {row.stage or 'not found'}", flush=True)
             page.save(list(made.values()), {}, tuned)
         quickest = sorted((m for m in mutants if made[m].problem), key=lambda m: made[m].seconds)[:TWICE]
         again: list[Row] = list(pool.map(measured, quickest))

@@ -11,8 +11,8 @@ from oracle.trace import PLACES
 
 COUNT = 20
 
-# What a function, or one of a file, makes, alone or for others: stages of a trace, or results made of stages. Those that
-# are not here are used by every kernel, or show nothing between their inputs and results.
+# What a function (or that of a file) makes, alone or for others: stages of a trace, or results made of stages. Those
+# that are not here are used by every kernel, or show nothing between their inputs and results.
 _PAIRS = ("A_qk", "A_kk")
 _DECAYED = ("q_decayed", "k_decayed", "k_rest", "decay")
 _OF_FUSED = ("q_decayed", "k_decayed", "k_update", "inverse", "response", "A_qk_beta")

@@ -12,9 +12,8 @@ from harness.problem import Case
 from harness.report.call_text import TENSORS, given_keywords
 from harness.variants import VARIANTS, WATCHED
 
-# Its sanitizer, guard bands and measurements are no part of a script.
-NEEDS_HARNESS = frozenset({WATCHED, "bands", "process", "memory"})
-BY_SCRIPT = frozenset({"strided", "nan_filled"})  # the script makes these of the call's own arguments
+# The script makes these of the call's own arguments; WATCHED only where it finds the harness, and else it says so.
+BY_SCRIPT = frozenset({"strided", "nan_filled", WATCHED})
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """A counterexample on its own: needs torch and the kernel's package. Exit status 1 while the fault lasts, 0 without it,
-2 where the call does not run at all, which says nothing about the fault.
+2 where the call does not run at all, or this script cannot show the fault, which says nothing about it.
 
 SUMMARY
 
@@ -9,8 +9,11 @@ wrong in bf16, and refuses some products.
 
 import base64
 import contextlib
+import ctypes
 import faulthandler
+import gc
 import importlib
+import itertools
 import math
 import os
 import sys
@@ -20,6 +23,7 @@ import warnings
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+interpreter = None  # that of the harness
 if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
     with contextlib.suppress(ImportError):
@@ -28,6 +32,9 @@ if DEVICE == "cpu":
         interpreter.install()
 SECONDS = 600  # a call that takes longer hangs
 CALLS = 5  # to see whether results are the same every time
+REPEATS = 12  # calls that must all keep memory before that is a leak ...
+LEAST = 1 if DEVICE == "cuda" else 2**8  # ... and bytes; on a CPU a few of Python's own always come and go
+BAND, FILL = 2**16, 255  # bytes on either side of every tensor, and what they hold: NaN in every format, or -1
 SHOWN = 8
 inf, nan = math.inf, math.nan
 
@@ -90,19 +97,64 @@ def filled_with_nan():
     torch.use_deterministic_algorithms(False)
 
 
+def storage_of(x):
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+
+
+def within(room, x):
+    """The bytes of `room` between its bands, as what x is of its own storage."""
+    first = BAND // x.element_size() + x.storage_offset()
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(room.untyped_storage(), first, x.shape, x.stride())
+
+
+def guarded(x):
+    """x with a band on either side: those bytes, all of them."""
+    held = storage_of(x)
+    room = torch.full((len(held) + 2 * BAND,), FILL, dtype=torch.uint8, device=x.device)
+    room[BAND : BAND + len(held)] = held
+    return room
+
+
+def strayed(name, room, x):
+    """What was written into `room` where no element of x is, in words; "" if nothing was."""
+    after = room.clone()
+    within(after, x).copy_(x)
+    places = (after != guarded(x)).nonzero().flatten()
+    if not len(places):
+        return ""
+    end = BAND + len(storage_of(x))
+    before, behind = places[places < BAND], places[places >= end]
+    said = [f"{len(before)} before {name}, the first {BAND - 1 - int(before[-1])} bytes away"] if len(before) else []
+    said += [f"{len(behind)} behind {name}, the first {int(behind[0]) - end} bytes away"] if len(behind) else []
+    between = len(places) - len(before) - len(behind)
+    return " and ".join(said + ([f"{between} between the elements of {name}"] if between else []))
+
+
+@contextlib.contextmanager
+def sanitized():
+    """Every access of a kernel checked, programs in another order."""
+    with interpreter.sanitize(), interpreter.shuffle(1):
+        yield
+
+
+AROUND = {"nan_filled": filled_with_nan, "watched": sanitized}
+
+
 def other_form():
     """(arguments, keywords, what is around the call) of the other form"""
     tensors = {name: x for name, x in {**TENSORS, **OTHER}.items() if x is not None}
-    return tensors, OTHER_KEYWORDS, filled_with_nan if FORM == "nan_filled" else contextlib.nullcontext
+    return tensors, OTHER_KEYWORDS, AROUND.get(FORM, contextlib.nullcontext)
 
 
 def call(form=False):
-    """(every output and gradient by name, the arguments that the call changed)"""
+    """(every output and gradient by name, the arguments that the call changed, what it wrote outside of them)"""
     kernel, context = kernel_and_context()
     tensors, keywords, around = other_form() if form else (TENSORS, KEYWORDS, contextlib.nullcontext)
     given = {name: x.clone().to(DEVICE) for name, x in tensors.items()}
     if form and FORM == "strided":
         given = {name: spread(x) if x.dim() else x for name, x in given.items()}
+    whole = {name: (guarded(x), x) for name, x in given.items()}
+    given = {name: within(room, x) for name, (room, x) in whole.items()}
     arriving = {name: given.pop(name) for name in ("do", "dht") if name in given}
     leaves = [given[name].requires_grad_() for name in GRADIENTS.values()]
     with around(), context():
@@ -118,7 +170,8 @@ def call(form=False):
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     changed = [name for name, x in given.items() if not same_bits(x, tensors[name])]
-    return {name: x.detach().cpu() for name, x in found.items()}, changed
+    stray = [said for name, (room, x) in whole.items() if (said := strayed(name, room, x))]
+    return {name: x.detach().cpu() for name, x in found.items()}, changed, stray
 
 
 def same_bits(a, b):
@@ -197,11 +250,109 @@ def disagrees(itself):
     return bool(wrong)
 
 
+# What code after a call depends on; see `harness.process_state`, which has the same names.
+SETTINGS = {
+    "default dtype": torch.get_default_dtype,
+    "default device": torch.get_default_device,
+    "grad mode": torch.is_grad_enabled,
+    "inference mode": torch.is_inference_mode_enabled,
+    "anomaly mode": torch.is_anomaly_enabled,
+    "number of threads": torch.get_num_threads,
+    "flushing of denormals": lambda: float(torch.tensor([1e-40]) * 1.0) == 0,
+    "deterministic algorithms (on, only warning)": lambda: (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    ),
+    "filling of uninitialised memory": lambda: torch.utils.deterministic.fill_uninitialized_memory,
+    "fp32 products of matmul": lambda: torch.backends.cuda.matmul.fp32_precision,
+    "fp32 products of cuDNN convolutions": lambda: torch.backends.cudnn.conv.fp32_precision,
+    "fp32 products of cuDNN RNNs": lambda: torch.backends.cudnn.rnn.fp32_precision,
+    "fp16 sums of matmul": lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+    "bf16 sums of matmul": lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+    "cuDNN": lambda: torch.backends.cudnn.enabled,
+    "cuDNN benchmarking": lambda: torch.backends.cudnn.benchmark,
+    "cuDNN determinism": lambda: torch.backends.cudnn.deterministic,
+    f"autocast on {DEVICE}": lambda: torch.is_autocast_enabled(DEVICE),
+    f"autocast dtype on {DEVICE}": lambda: torch.get_autocast_dtype(DEVICE),
+}
+if DEVICE == "cuda":
+    SETTINGS |= {"current device": torch.cuda.current_device, "current stream": torch.cuda.current_stream}
+
+
+def leaves_changed():
+    """True while settings of the process are not what they were before the call."""
+    before = {name: read() for name, read in SETTINGS.items()}
+    call(form=bool(FORM))
+    after = {name: read() for name, read in SETTINGS.items()}
+    changed = [name for name in SETTINGS if after[name] != before[name]]
+    for name in changed:
+        print(f"{name} is {after[name]} after the call, and was {before[name]} before it")
+    print(f"settings of the process that the call changed: {len(changed)} of {len(SETTINGS)}")
+    return bool(changed)
+
+
+class Mallinfo(ctypes.Structure):
+    NAMES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in NAMES.split()]
+
+
+def in_use():
+    """Bytes that are allocated: by torch on a GPU, by malloc on a CPU; None where that does not say."""
+    gc.collect()
+    if DEVICE == "cuda":
+        return torch.cuda.memory_allocated()
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return None
+    libc.mallinfo2.restype = Mallinfo
+    info = libc.mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+def leaks():
+    """True while every call with the same arguments keeps memory; None where nobody counts it."""
+    held = []
+    for _ in range(REPEATS + 2):
+        call(form=bool(FORM))
+        held.append(in_use())
+    if None in held:
+        print("how much memory is in use is not known here")
+        return None
+    kept = [after - before for before, after in itertools.pairwise(held[1:])]
+    print(f"memory kept by {REPEATS} calls with the same arguments, in bytes: {', '.join(map(str, kept))}")
+    return min(kept) >= LEAST
+
+
+def is_seen_by_sanitizer():
+    """True while the interpreter's sanitizer stops the call; None where there is none."""
+    if interpreter is None or DEVICE == "cuda":
+        print("only the sanitizer sees this, which is the harness's and runs kernels in Triton's interpreter: install")
+        print("kda-harness and hide the GPU (CUDA_VISIBLE_DEVICES=), or use `kda replay problem.json`")
+        return None
+    try:
+        call(form=True)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+        return True
+    print("every access of every kernel was in order")
+    return False
+
+
 def is_wrong():
-    found, changed = call()
+    """True while the fault is there; None where that cannot be said."""
+    alone = {"process": leaves_changed, "memory": leaks}
+    if FORM == "watched":
+        return is_seen_by_sanitizer()
+    if QUANTITY in alone:
+        return alone[QUANTITY]()
+    of_form = bool(FORM) and QUANTITY == "bands"
+    found, changed, stray = call(form=of_form)
     if QUANTITY == "inputs":
         wrong = bool(changed)
         print(f"arguments that the call changed: {', '.join(changed) or 'none'}")
+    elif QUANTITY == "bands":
+        wrong = bool(stray)
+        print(f"bytes that the call wrote outside of its arguments: {'; '.join(stray) or 'none'}")
     elif FORM:
         wrong = disagrees(found)
     elif CLASS == "NONDETERMINISTIC":
@@ -221,6 +372,9 @@ def main():
             print("the call does not run here: nothing is known of the fault")
             return 2
         wrong = True
+    if wrong is None:
+        print("this script cannot show the fault here: nothing is known of it")
+        return 2
     print("the fault is there" if wrong else "the fault is gone")
     return int(wrong)
 

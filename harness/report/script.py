@@ -14,7 +14,7 @@ from harness.diagnose import Diagnosis
 from harness.field import Field
 from harness.problem import Case
 from harness.report.call_text import given_keywords, target
-from harness.report.other_form import NEEDS_HARNESS, FormOfCall, form_of_call, given_tensors
+from harness.report.other_form import FormOfCall, form_of_call, given_tensors
 from harness.variants import VARIANTS
 
 LITERAL = 64  # elements up to which a tensor is written as numbers
@@ -25,14 +25,14 @@ OUTPUTS = ("o", "ht", "h")
 
 def script(made: Diagnosis, case: Case) -> str | None:
     """The text of reproduce.py; None where the inputs are too large to embed, the function is not importable, or the
-    failure is in a form of the call that only the harness can make, as are all calls that serve a decode problem, or
-    in what only it looks at.
+    problem is a decode one, whose calls only the harness makes.
+
+    What only the harness's sanitizer sees the script shows where that is installed; elsewhere it says so, and exits 2.
     """
     module, expression = target(made.route)
     tensors = given_tensors(case)
     size = sum(x.numel() * x.element_size() for x in tensors.values())
-    finding = made.finding
-    if not module or made.route.entry == "decode" or {finding.variant, finding.quantity} & NEEDS_HARNESS:
+    if not module or made.route.entry == "decode":
         return None
     form = form_of_call(made, case) if made.finding.variant else None
     if size + (form.size if form else 0) > EMBEDDED_BYTES:

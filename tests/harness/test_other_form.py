@@ -97,15 +97,23 @@ def test_a_form_that_crashes_is_scripted_too(tmp_path):
     assert status_of(script.replace("'refuses_views'", "'right'")) == 0
 
 
-def test_what_only_the_harness_can_run_says_so(tmp_path):
-    """The sanitizer is no part of a script."""
+def test_what_only_the_sanitizer_sees_is_shown_where_it_is_and_else_said_so(tmp_path, capfd):
     verdict = Verdict("call", "CRASH", math.inf, "watched", "no kernel leaves its memory: IndexError: o past its end")
-    runner = runner_of(tmp_path, "right")
+    name = "always_reads_past_the_end"
+    route = Route(ROUTE, "chunk", always_reads_past_the_end, PRECISION, origin=f"{__name__}:{name}")
+    runner = Runner(Subject("reads", "", (route,)), "cpu", tmp_path, isolated=False)
     where = written(tmp_path, diagnose(runner, Finding.of(ROUTE, verdict, PACKED), seconds=0.0))
-    assert not (where / "reproduce.py").exists()
     text = (where / "report.md").read_text() + (where / "report.html").read_text()
     assert "another form, watched" in text and "kda replay problem.json" in text
-    assert "reproduce.py" not in text
+    script = (where / "reproduce.py").read_text()
+    assert status_of(script) == 1
+    assert "out-of-bounds load: kernel past_the_end" in capfd.readouterr().out
+    right = script.replace(repr(__name__), repr(MODULE)).replace(repr(name), "'right'")
+    assert status_of(right) == 0
+    alone = script.replace("from harness import interpreter", "raise ImportError")
+    assert status_of(alone) == 2
+    said = capfd.readouterr().out
+    assert "only the sanitizer sees this" in said and "`kda replay problem.json`" in said
 
 
 def test_single_elements_with_gaps_have_bits(tmp_path):
@@ -150,11 +158,15 @@ def past_the_end(x, y, N, BLOCK: tl.constexpr):
 CALLS = itertools.count()
 
 
+def always_reads_past_the_end(**kwargs):
+    """What comes of it is not used."""
+    past_the_end[(1,)](torch.zeros(3), torch.empty(3), 3, 4)
+    return wrong_forms.right(**kwargs)
+
+
 def reads_past_the_end(**kwargs):
     """Wrong in the first call only, as what lies there may be."""
-    o, *rest = wrong_forms.right(**kwargs)
-    x = torch.zeros(3)
-    past_the_end[(1,)](x, torch.empty(3), 3, 4)
+    o, *rest = always_reads_past_the_end(**kwargs)
     return (o + (next(CALLS) == 0), *rest)
 
 

@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from harness import results
+from harness import process_state, results
 from harness.diagnose import Diagnosis, diagnose
 from harness.isolate import Outcome
 from harness.likeness.book import Entry, Like
@@ -133,6 +134,42 @@ def test_the_script_of_every_kind_of_failure(subject, quantity, problem, said, t
     assert status_of(text) == 1
     assert said in capfd.readouterr().out
     assert status_of(text.replace(f"{subject}.chunk", "right.chunk").replace(f"'{subject}'", "'right'")) == 0
+
+
+STRAY = "bytes that the call wrote outside of its arguments: "
+
+
+@pytest.mark.parametrize(
+    "subject, quantity, form, said, gone",
+    [
+        ("overruns", "bands", "", f"{STRAY}4 behind v, the first 0 bytes away", f"{STRAY}none"),
+        ("writes_into_gaps", "bands", "strided", "between the elements of q", f"{STRAY}none"),
+        ("untidy", "process", "", "default dtype is torch.float64 after the call", "that the call changed: 0 of"),
+        ("hoards", "memory", "", "memory kept by 12 calls", "memory kept by 12 calls"),
+        ("vandal", "inputs", "", "arguments that the call changed: v", "arguments that the call changed: none"),
+    ],
+    ids=["behind", "in_gaps", "process", "memory", "inputs"],
+)
+def test_the_script_shows_what_a_call_does_beside_its_results(subject, quantity, form, said, gone, tmp_path):
+    runner = Runner(load_subject(f"{SUBJECTS}:{subject}"), "cpu", tmp_path, isolated=False)
+    problem = replace(PROBLEM, V=32)  # results of more bytes than Python keeps by itself
+    verdicts = runner.check("chunk-unbounded", problem, repeat=True, forms=(form,)).verdicts
+    verdict = next(v for v in verdicts if v.quantity == quantity and results.form_of(v) == form)
+    made = diagnose(runner, Finding.of("chunk-unbounded", verdict, problem), seconds=0.0)
+    script = written(tmp_path, made) / "reproduce.py"
+    failed = reproduced(script)
+    assert failed.returncode == 1, failed.stderr
+    assert said in failed.stdout and failed.stdout.endswith("the fault is there\n")
+    script.write_text(script.read_text().replace(f"'{subject}.", "'right.").replace(f"'{subject}'", "'right'"))
+    right = reproduced(script)
+    assert right.returncode == 0, right.stderr
+    assert gone in right.stdout and right.stdout.endswith("the fault is gone\n")
+
+
+def test_the_script_watches_the_settings_that_the_harness_does(leaky):
+    settings = loaded((leaky[1] / "reproduce.py").read_text())["SETTINGS"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert set(settings) == {setting.name for setting in process_state.OF_DEVICE[device]}
 
 
 def test_embedded_inputs_are_bit_for_bit_those_of_the_problem(tmp_path):
