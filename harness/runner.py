@@ -22,6 +22,7 @@ from oracle.envelope import LIMITS, Limits
 SMALL_STEPS = 2e7  # tokens x heads x K x V up to which the oracle is faster on the CPU than a launch per operation
 # What a verdict speaks of, beside the quantities; none is a good one. See `harness.call.Offence`.
 OF_THE_CALL = ("call", "inputs", "bands", "process", "memory")
+OK_CALL = Verdict("call", "OK", 0.0)
 
 
 @dataclass
@@ -127,6 +128,8 @@ class Runner:
             wanted = wanted if only is None else wanted & {only}
             checked.verdicts += self._judge(route, problem, outcome, seed, wanted, limits) if wanted else []
             checked.oracle_seconds = time.perf_counter() - started
+        elif WATCHED in forms and outcome.status in DEATHS and VARIANTS[WATCHED] in variants.applicable(route, problem):
+            checked.verdicts += _stopped(VARIANTS[WATCHED], self.run(route, problem, VARIANTS[WATCHED]))
         checked.proven = outcome.status != "unproven"
         return checked
 
@@ -135,10 +138,8 @@ class Runner:
     ) -> list[Verdict]:
         """What a variant of the call shows beside the call itself, which ran."""
         varied = self.run(route, problem, variant)
-        if varied.status == "not_covered":
-            return []
         if varied.status != "ran":
-            return [Verdict("call", "CRASH", math.inf, variant.name, f"{variant.promise}: {varied.message}")]
+            return _stopped(variant, varied)
         checked.varied[variant.name] = varied.outputs
         checked.verdicts += [
             Verdict(one.quantity, "BUG", math.inf, variant.name, f"{variant.promise}: {one.message}")
@@ -156,6 +157,10 @@ class Runner:
         twice = finding.klass == "NONDETERMINISTIC" or finding.quantity == "memory"
         if finding.variant and VARIANTS[finding.variant] not in variants.applicable(route, problem):
             return None
+        if (finding.variant, finding.klass) == (WATCHED, "CRASH"):  # the call itself may end the process, or be right
+            outcome = self.run(route, problem, VARIANTS[WATCHED])
+            stopped = _stopped(VARIANTS[WATCHED], outcome)
+            return None if self.poisoned or outcome.status == "not_covered" else worst([*stopped, OK_CALL])
         forms, only = ((finding.variant,), "") if finding.variant else ((), finding.quantity)
         how = {"repeat": twice, "seed": seed, "forms": forms, "only": only, "limits": limits}
         verdicts = self.check(finding.route, problem, **how).verdicts
@@ -191,9 +196,7 @@ class Runner:
         outcome = self.run(route, finding.problem, VARIANTS[WATCHED])
         if outcome.status in ("ran", "not_covered"):
             return finding
-        message = f"{VARIANTS[WATCHED].promise}: {outcome.message}"
-        verdict = Verdict("call", "CRASH", math.inf, WATCHED, message)
-        return Finding.of(finding.route, verdict, finding.problem)
+        return Finding.of(finding.route, _stopped(VARIANTS[WATCHED], outcome)[0], finding.problem)
 
     def run(
         self,
@@ -260,6 +263,13 @@ class Runner:
             limits=limits or self.limits,
             near_exact=problem.k == "onehot",
         )
+
+
+def _stopped(variant: Variant, outcome: Outcome) -> list[Verdict]:
+    """The verdict on a form that did not run to its end; none on one that did, or that the subject does not take."""
+    if outcome.status in ("ran", "not_covered"):
+        return []
+    return [Verdict("call", "CRASH", math.inf, variant.name, f"{variant.promise}: {outcome.message}")]
 
 
 def _without_numbers(outcome: Outcome) -> list[Verdict] | None:

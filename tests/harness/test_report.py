@@ -335,3 +335,22 @@ def test_a_crash_is_minimised_as_the_sanitizer_sees_it(status, variant, tmp_path
     assert (steadier.variant, steadier.klass, steadier.problem) == (variant, "CRASH", PROBLEM)
     wrong = replace(finding, quantity="o", klass="BUG")
     assert runner.steadier(wrong) is wrong
+
+
+def test_what_the_sanitizer_sees_is_followed_where_the_call_itself_dies(tmp_path, monkeypatch):
+    """The call itself is asked once for a diagnosis, and not at all by a search."""
+    runner, asked = Runner(own_subject(), "cpu", tmp_path), []
+
+    def dies(route, problem, variant=None, stages=False, again=False):
+        asked.append(variant.name if variant else "")
+        return Outcome("crash", message="out of bounds: kernel one, program (0,)" if variant else "killed by SIGSEGV")
+
+    monkeypatch.setattr(runner, "run", dies)
+    died = Finding.of("chunk-unbounded", Verdict("call", "CRASH", math.inf, "crash", "killed by SIGSEGV"), PROBLEM)
+    finding = runner.steadier(died)
+    asked.clear()
+    assert runner.fails_like(finding, PROBLEM)
+    assert asked == [WATCHED]
+    lines = dict(diagnose(runner, finding, seconds=0.0).lines)
+    assert "seen once" not in lines["what"]
+    assert lines["stage"] == "kernel one, as the sanitizer says"
