@@ -86,8 +86,8 @@ def own_subject() -> Subject:
                 continue
             function, origin = functions[entry], f"kda:{functions[entry].__name__}"
             made = Route(route.id, entry, function, spec, lacks, origin=origin, **shown)
-            has_stages = entry != "gate" and route.id != TORCH
-            routes.append(replace(made, stages=_shown(made)) if has_stages else made)
+            without = entry == "gate" or route.id == TORCH
+            routes.append(made if without else replace(made, stages=_shown(made)))
     return Subject("kda", _version("kda-harness"), tuple(routes), foreign=False)
 
 

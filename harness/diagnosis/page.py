@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from harness.diagnosis.chosen import COUNT, chosen
-from harness.diagnosis.measure import ATTEMPTS, SEED, Row
+from harness.diagnosis.measure import ATTEMPTS, PROBLEMS, SEED, Row
 from harness.likeness.book import known
 from harness.likeness.looking import SHOWN
 from harness.likeness.signature import SIGNING, WEIGHT
@@ -90,8 +90,8 @@ def _how(rows: Sequence[Row], tuned: Sequence[str]) -> Iterator[str]:
     if left:
         yield _wrapped(
             f"""**Without a smallest problem**, and counted as missed where one is needed:
-            {", ".join(f"`{name}`" for name in left)}. The search for them, or for a smaller problem, had not ended in
-            the time there was; what they are like was measured."""
+            {", ".join(f"`{name}`" for name in left)}. None of {PROBLEMS} problems showed them; what they are like was
+            measured."""
         )
     yield _wrapped(
         f"""**Likeness.** A route is asked a few small problems (`harness/likeness/probes.py`); what is wrong in the
