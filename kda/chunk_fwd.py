@@ -25,6 +25,7 @@ from kda.wy_fast import kda_join_blocks_kernel, kda_solve_blocks_kernel, kda_wy_
 SAFE_GATE, UNBOUNDED = "chunk-safe_gate", "chunk-unbounded"
 BLOCK = 16  # rows that are solved by substitution, and that share an anchor
 NORM_ROWS = 16  # rows of a program that computes norms
+SHOWN = ("A_qk", "A_kk", "inverse", "q_decayed", "k_decayed", "k_rest", "decay", "w", "u", "v_new")  # in a trace
 
 
 @triton.jit
@@ -216,9 +217,6 @@ def forward(call: Call, plan: Plan, index: ChunkIndex) -> tuple[Tensor, Tensor |
         trace.show(places | {"chunk_rows": index.rows[filled], "chunk_counts": index.counts[filled]})
         show(call, index, {name: getattr(stages, name) for name in SHOWN} | {"states": h})
     return o, ht, stages
-
-
-SHOWN = ("A_qk", "A_kk", "inverse", "q_decayed", "k_decayed", "k_rest", "decay", "w", "u", "v_new")
 
 
 def show(call: Call, index: ChunkIndex, stages: dict[str, Tensor]) -> None:

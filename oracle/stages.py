@@ -237,7 +237,8 @@ class ChunkedRows:
         response = self.product("response", A_qk * weight, R, self.model.merge)
         response = Rounded.apply(response, self.rounding, "chunk.response.store", operand)
         of_v, of_k, of_R, of_response = map(each, (self.v, k_grown, R, response))
-        of_beta, of_rest = each(self.beta), each(self.beta * k_rest)
+        shown = {"inverse": R, "k_update": self.beta * k_rest, "response": response}
+        of_beta, of_rest = each(self.beta), each(shown["k_update"])
 
         def step(c: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             x = of_v[c] - self.product("k_state", of_k[c], state, operand)
@@ -246,7 +247,7 @@ class ChunkedRows:
             gained = self.product("k_value", of_rest[c].mT, y, operand)
             return of_response[c] @ x, of_beta[c] * y, gained
 
-        return {"inverse": R, "k_update": self.beta * k_rest, "response": response}, step
+        return shown, step
 
     def _solved(self, A_qk: Tensor, A_kk: Tensor, _, k_grown: Tensor, k_rest: Tensor) -> tuple[dict[str, Tensor], Step]:
         """(inverse, k_update, A_qk_beta; the step of a chunk): y = R x as for 'residual', stored, and A_qk b applied to

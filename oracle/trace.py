@@ -107,7 +107,7 @@ class _Recorder:
         ends = [stages["o"], stages["state"]]
         arriving = [do.expand_as(ends[0]), dstate.expand_as(ends[1])]
         behind, values = traced.carried[1:], traced.values
-        if self.model.form != "wy":  # the values that others show are of no use to their own next step
+        if self.model.form != "wy":  # in the others nothing is made of v_new, nor of what else has a gradient here
             found = torch.autograd.grad(ends, behind, arriving)
             return {"dh": torch.stack(found, 2)}
         wanted = [stages["A_qk"], stages["A_kk"], *behind, *values]
