@@ -74,7 +74,8 @@ def backward(
     launch(plan, kda_chunk_intra_bwd_kernel, chunks * NK, *inputs, *sizes, **plan.pairs(C))
 
     if trace.is_open():
-        show(call, index, {"dA_qk": dA_qk, "dA_kk": dA_kk, "dv_new": dv_new, "z": z, "dh": dh})
+        above = {"dA_qk_above": dA_qk, "dA_kk_above": dA_kk}
+        show(call, index, {"dA_qk": dA_qk, "dA_kk": dA_kk, "dv_new": dv_new, "z": z, "dh": dh, **above})
     dA_log = ddt_bias = None
     if call.use_gate_in_kernel:
         dg, dA_log, ddt_bias = gate_backward(call.g, call.A_log, call.dt_bias, call.lower_bound, dg, plan.route)

@@ -9,7 +9,8 @@ from torch import Tensor
 # NOTE [Shown stages]
 # Names are those of the oracle's stages. By chunk slot, one sequence after the other, and value head, in fp32: A_qk,
 # A_kk, inverse, response = A_qk b R, A_qk_beta = A_qk b, dA_qk, dA_kk `[slots, HV, C, C]`, 0 above the diagonal
-# (inverse: 1 on it; A_kk, dA_kk: 0); q_decayed, k_decayed, k_rest, k_update = b k_rest, w `[slots, HV, C, K]`; u,
+# (inverse: 1 on it; A_kk, dA_kk: 0); dA_qk_above, dA_kk_above, what is kept of them above the diagonal for a product
+# with the transposed, transposed; q_decayed, k_decayed, k_rest, k_update = b k_rest, w `[slots, HV, C, K]`; u,
 # v_new, dv_new, z = R^T dv_new `[slots, HV, C, V]`; decay `[slots, HV, K]`; states before, and their gradients dh
 # behind each chunk `[slots, HV, K, V]`. Rows past a chunk's end and slots of no chunk are 0. A_qk, response and
 # A_qk_beta have the scale in them. By piece, for routes that cut sequences: piece_states before, piece_gradients
@@ -18,6 +19,7 @@ from torch import Tensor
 # flattened batch, and chunk_counts, its tokens.
 
 LOWER = {"A_qk": 0, "A_kk": -1, "inverse": 0, "response": 0, "A_qk_beta": 0, "dA_qk": 0, "dA_kk": -1}
+LOWER |= {"dA_qk_above": -1, "dA_kk_above": -1}
 STATES = ("states", "dh", "piece_states", "piece_gradients")
 
 # Not a context variable, for the reason that a launch record is none.
@@ -55,7 +57,7 @@ def by_chunk(name: str, x: Tensor, counts: Tensor) -> Tensor:
     if name in STATES or name == "decay":
         return torch.where((counts > 0).view(-1, 1, *spread), x, 0.0)
     inside = torch.arange(x.shape[2], device=x.device) < counts[:, None]
-    x = torch.where(inside[:, None, :, None], x, 0.0)
+    x = torch.where(inside[:, None, :, None], x.mT if name.endswith("_above") else x, 0.0)
     return torch.tril(x, LOWER[name]) if name in LOWER else x
 
 

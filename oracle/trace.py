@@ -17,9 +17,10 @@ PLACES = ("offsets", "chunk_offsets", "chunk_rows", "chunk_counts")
 PREPARED = ("q_decayed", "k_decayed", "k_rest", "decay", "A_qk", "A_kk", "inverse", "w", "u")
 FUSED = ("k_update", "response", "A_qk_beta")  # of the forms 'residual' and 'solved', which keep no w and u
 FORWARD = (*PREPARED, *FUSED, "piece_states", "states", "v_new")
-BACKWARD = ("dA_qk", "piece_gradients", "dh", "dv_new", "z", "dA_kk")
+BACKWARD = ("dA_qk", "dA_qk_above", "piece_gradients", "dh", "dv_new", "z", "dA_kk", "dA_kk_above")
 WITHOUT_TOKENS = ("decay", "states", "dh")
 LOWER = {"A_qk": 0, "A_kk": -1, "inverse": 0, "response": 0, "A_qk_beta": 0, "dA_qk": 0, "dA_kk": -1}
+ABOVE = {"dA_qk_above": "dA_qk", "dA_kk_above": "dA_kk"}  # those below the diagonal, kept a second time above it
 OF_PIECES = {"piece_states": "states", "piece_gradients": "dh"}
 
 
@@ -37,16 +38,18 @@ def trace_stages(
     A_qk, A_kk, inverse `[slots, HV, C, C]`, their lower triangles; q_decayed, k_decayed, k_rest, w `[slots, HV, C, K]`;
     u, v_new `[slots, HV, C, V]`; decay `[slots, HV, K]`; states, before each chunk, `[slots, HV, K, V]` (V-first
     swaps). With `gradients` those of sum(o do) + sum(ht dht) by the stages: dA_qk, dA_kk, dv_new, z = inverse^T dv_new,
-    and dh, by the state behind each chunk. Slots are those of one sequence after the other; rows past the end
-    of a sequence are 0. A model with other forms has its own: response = A_qk b R, or A_qk_beta = A_qk b, `[slots, HV,
-    C, C]`, and k_update = b k_rest; of gradients by stages dh alone. One with a `segment` has piece_states before and
-    piece_gradients behind every piece of as many tokens, `[pieces, HV, K, V]`.
+    and dh, by the state behind each chunk; dA_qk_above and dA_kk_above, once more what is below the diagonals. Slots
+    are those of one sequence after the other; rows past the end of a sequence are 0. A model with another form has its
+    own: response = A_qk b R, or A_qk_beta = A_qk b, `[slots, HV, C, C]`, and k_update = b k_rest; of gradients by
+    stages dh alone. One with a `segment` has piece_states before and piece_gradients behind every piece of as many
+    tokens, `[pieces, HV, K, V]`.
     """
     recorder = _Recorder(model, rounding, gradients)
     options = replace(options, intermediates=False)
     evaluate(inputs, options, gradients=gradients, rounding=rounding, formats=formats, core=recorder)
     layout = Layout.of(*inputs["q"].shape[:2], inputs.get("cu_seqlens"))
     stages = recorder.by_slot(layout, inputs["v"].shape[2], inputs["q"].device)
+    stages |= {above: torch.tril(stages[name], -1) for above, name in ABOVE.items() if name in stages}
     stages |= _of_pieces(stages, layout, model) if model.segment else {}
     for name in ("states", "dh", *OF_PIECES) if options.state_v_first else ():
         if name in stages:

@@ -65,7 +65,7 @@ def test_right_kernels_are_inside_on_every_stage(route, dtype):
     held = traced(Problem(**{**PROBLEM.__dict__, "dtype": dtype, "lengths": (5, 33), "packed": True}), route)
     assert [stage.stage for stage in held if not stage.ratio <= 1] == []
     assert first_outside(held) is None
-    assert len(held) == 20
+    assert len(held) == 22
 
 
 @pytest.mark.parametrize("stage", MADE_BY)
@@ -150,6 +150,22 @@ def test_the_broken_tile_of_a_fused_kernel_is_named(stage, monkeypatch):
     held = of_call(FUSED, "fused-unbounded")
     assert {one.stage for one in held if not one.ratio <= 1} >= {stage}
     assert first_outside(held).stage == stage
+
+
+@pytest.mark.parametrize("stage", ["dA_qk", "dA_kk"])
+def test_what_is_missing_above_the_diagonal_is_seen(stage, monkeypatch):
+    """There it is kept for the product with the transposed."""
+    kernel_name, argument = MADE_BY[stage]
+
+    def broken(plan, kernel, programs, *arguments, **constants):
+        launch(plan, kernel, programs, *arguments, **constants)
+        if kernel.__name__ == kernel_name:
+            for i in range(40):
+                arguments[argument][0, i, 0, i % 32 + 1 :] = math.nan
+
+    launch = chunk_fwd.launch
+    monkeypatch.setattr(chunk_bwd, "launch", broken)
+    assert first_outside(traced(PROBLEM, "chunk-unbounded")).stage == f"{stage}_above"
 
 
 def test_offsets_that_are_not_the_calls_are_named_first():
