@@ -85,7 +85,8 @@ def _how(rows: Sequence[Row], tuned: Sequence[str]) -> Iterator[str]:
         id (`harness/diagnosis/chosen.py`). They were chosen before anything was measured. Each is found as
         `kda mutants` finds it; its problem is made smaller in {ATTEMPTS} attempts of `shrink` and {ATTEMPTS} of
         `minimise`, and diagnosed as `kda minimise` does. Seconds are CPU seconds in Triton's interpreter, of the
-        process and its child together, from the first failure to the diagnosis."""
+        process and its child together, from the first failure to the diagnosis. A stage line is right where it names
+        what the patched function makes, as declared in the same file."""
     )
     if left:
         yield _wrapped(
