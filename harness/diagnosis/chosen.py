@@ -37,7 +37,7 @@ MAKES: Mapping[str, tuple[str, ...]] = {
     "_gradients": ("dA_qk", "dh", "dv_new", "dh0"),  # which takes the incoming gradients
     "kda_chunk_output_bwd_kernel": ("dA_qk", "dA_qk_above", "dv_new", "dv"),
     "kda_chunk_state_bwd_kernel": ("dh", "dv_new", "dh0"),
-    "kda_wy_bwd_kernel": ("z", "dA_kk", "dA_kk_above"),
+    "kda_wy_bwd_kernel": ("z", "dA_kk", "dA_kk_above", "dv", "dbeta"),
     "kda_chunk_intra_bwd_kernel": ("dq", "dk", "dg"),
     "kda_chunk_inter_bwd_kernel": ("dq", "dk", "dg", "dbeta"),
     "kda/chunk_bwd.py:backward": ("dv", *_OF_CHUNKS),  # what becomes of the gradients that kernels left
