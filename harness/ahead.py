@@ -52,9 +52,9 @@ def _arguments(dtype: torch.dtype, T: int, H: int = 2, K: int = 128) -> dict[str
     return {**x, **raw, **flags, "scale": K**-0.5}
 
 
-def _call(dtype: torch.dtype, entry: str = "chunk", **options: object) -> Call:
-    state = torch.zeros(1, 2, 128, 128, requires_grad=True)
-    return Call(entry, **_arguments(dtype, 128), initial_state=state, output_final_state=True, **options)
+def _call(dtype: torch.dtype, entry: str = "chunk", K: int = 128, **options: object) -> Call:
+    state = torch.zeros(1, 2, K, K, requires_grad=True)
+    return Call(entry, **_arguments(dtype, 128, K=K), initial_state=state, output_final_state=True, **options)
 
 
 def _decode_call(dtype: torch.dtype, pool: torch.dtype) -> DecodeCall:
@@ -74,6 +74,9 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "chunk-unbounded-bf16": lambda: _both_ways(
         lambda call: chunk_kda_staged(call, "chunk-unbounded"), _call(torch.bfloat16)
+    ),
+    "chunk-unbounded-wide-bf16": lambda: _both_ways(
+        lambda call: chunk_kda_staged(call, "chunk-unbounded"), _call(torch.bfloat16, K=256)
     ),
     "chunk-unbounded-fp32": lambda: _both_ways(
         lambda call: chunk_kda_staged(call, "chunk-unbounded"), _call(torch.float32)
@@ -187,7 +190,7 @@ def measured_on(case: str) -> tuple[str, ...]:
     """The targets of a case: fp32, and what differs little from another case, are compiled once, and the fused verifier
     refuses machines that are not NVIDIA's.
     """
-    if case.endswith("fp32") or case.startswith("segment_parallel"):
+    if case.endswith("fp32") or case.startswith("segment_parallel") or "wide" in case:
         return ("sm_90",)
     return tuple(target for target in TARGETS if target.startswith("sm_") or not case.startswith("fused"))
 

@@ -17,7 +17,8 @@ ENTRY_OF_NAME = {
 
 _CHUNK_STAGES = {
     **{"o": "io", "dq": "io", "dk": "io", "dv": "io", "ht": "fp32", "dh0": "fp32"},
-    **{"operand": "dot", "stored_inverse": "dot", "kept": "io", "qk_norm": "io"},
+    **{"operand": "dot", "stored_inverse": "dot", "kept": "io", "kept_product": "io", "qk_norm": "io"},
+    "scaled_key": "beta",
 }
 
 

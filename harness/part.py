@@ -62,6 +62,8 @@ class Call:
                 return evaluate_gate(inputs, self.options, **given)
             spec = self.spec
             formats = {stage: resolved(fmt, inputs, spec.precision) for stage, fmt in spec.stages.items()}
+            if self.options.use_beta_sigmoid_in_kernel:
+                formats.pop("scaled_key", None)  # of a beta in fp32
             if algorithm == "chunk":
                 form = {name: getattr(spec, name) for name in ("chunk", "diagonal", "inverse", "form", "segment")}
                 return evaluate_chunk(inputs, self.options, **given, formats=formats, **form)

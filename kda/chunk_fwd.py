@@ -25,6 +25,7 @@ from kda.wy_fast import kda_join_blocks_kernel, kda_solve_blocks_kernel, kda_wy_
 SAFE_GATE, UNBOUNDED = "chunk-safe_gate", "chunk-unbounded"
 BLOCK = 16  # rows that are solved by substitution, and that share an anchor
 NORM_ROWS = 16  # rows of a program that computes norms
+STATE_ROWS = 128  # of K, in one tile of a state
 SHOWN = ("A_qk", "A_kk", "inverse", "q_decayed", "k_decayed", "k_rest", "decay", "w", "u", "v_new")  # in a trace
 
 
@@ -93,14 +94,13 @@ class Plan:
         return {**tile, **formats, "num_warps": chunk // 16, "num_stages": 1}
 
     def state_tile(self, call: Call, backward: bool = False) -> dict[str, object]:
-        """Constants of the scans: the whole of K, and as many columns of V as leave the state in registers. The adjoint
-        has one product more under way. With 32 columns at K = 256 Triton 3.6 cuts products of 8 warps in two, and an
-        H200 reads shared memory out of range.
+        """Constants of the scans: K in one tile or two, and as many columns of V as leave the state in registers. The
+        adjoint has one product more under way. See NOTE [Halves of a state].
         """
-        BK = _width(call.shape[4], 256)
-        narrow = self.DOT == "fp32" or BK == 256
-        light = self.DOT == "bf16" and BK <= 128
-        tile = {"BK": BK, "BV": _width(call.shape[5], 16 if narrow else 32)}
+        BK = _width(call.shape[4], STATE_ROWS)
+        halves = call.shape[4] > STATE_ROWS
+        tile = {"BK": BK, "BV": _width(call.shape[5], 16 if halves or self.DOT == "fp32" else 32), "HALVES": halves}
+        light = self.DOT == "bf16" and not halves
         cost = {"num_warps": 4 if BK < 128 or (light and not backward) else 8, "num_stages": 2 if light else 1}
         return {**tile, "DOT": self.DOT, "V_FIRST": call.state_v_first, **cost}
 

@@ -26,7 +26,7 @@ from kda.relaunch import descriptor
 from kda.sums import sum_slots
 
 # By K, as those of the forward pass.
-REVERSE = {64: Tile(64, 4, 5, 3), 128: Tile(64, 4, 5, 3), 256: Tile(64, 8, 3, 2)}
+REVERSE = {64: Tile(64, 4, 5, 3), 128: Tile(64, 4, 5, 3), 256: Tile(32, 4, 3, 2)}
 CHUNK = {
     64: {"BV": 64, "num_warps": 4, "STAGES": 3},
     128: {"BV": 32, "num_warps": 4, "STAGES": 3},

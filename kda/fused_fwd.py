@@ -37,7 +37,7 @@ class Tile:
 
 # Configurations go by K and the gates' bound alone, so that no result depends on a batch or a length, and nothing is
 # tuned.
-SCAN = {64: Tile(64, 4, 6, 3), 128: Tile(64, 4, 6, 3), 256: Tile(64, 8, 3, 2)}
+SCAN = {64: Tile(64, 4, 6, 3), 128: Tile(64, 4, 6, 3), 256: Tile(32, 4, 3, 2)}
 # Columns of K at a time: as many as leave three chunks, of one warp each, to a scheduler's registers.
 PREP = {"BK": 32, "num_warps": 1}
 PREP_CAPPED = {"maxnreg": 168}  # of unbounded gates: uncapped, a fifth slower on an H200

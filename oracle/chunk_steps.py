@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from oracle.recurrence import LOG2E
@@ -25,12 +26,16 @@ class Rounded(torch.autograd.Function):
 
 
 class Product(torch.autograd.Function):
-    """a @ b with operands in `fmt`, fp32 accumulation; so are the two products of its gradient, in `grad_fmt`."""
+    """a @ b with operands in `fmt`, fp32 accumulation; so are the two products of its gradient, in `grad_fmt`.
+
+    `other`: what stands for a in the gradient of b, which may have been rounded on another way.
+    """
 
     @staticmethod
-    def forward(ctx, a, b, rounding, site, fmt, grad_fmt):
+    def forward(ctx, a, b, rounding, site, fmt, grad_fmt, other=None):
         inputs = a, b
         a, b = rounding.round(f"{site}.a", a, fmt), rounding.round(f"{site}.b", b, fmt)
+        ctx.other = None if other is None else rounding.round(f"{site}.other", other.detach(), grad_fmt)
         ctx.save_for_backward(*((a, b) if grad_fmt == fmt else inputs))
         ctx.rounding, ctx.site, ctx.fmt, ctx.again = rounding, site, grad_fmt, grad_fmt != fmt
         return accumulated(rounding, site, a, b, fmt)
@@ -42,8 +47,8 @@ class Product(torch.autograd.Function):
             a, b = rounding.round(f"{site}.a.again", a, ctx.fmt), rounding.round(f"{site}.b.again", b, ctx.fmt)
         grad = rounding.round(f"{site}.grad", grad, ctx.fmt)
         da = accumulated(rounding, f"{site}.da", grad, b.mT, ctx.fmt)
-        db = accumulated(rounding, f"{site}.db", a.mT, grad, ctx.fmt)
-        return da, db, None, None, None, None
+        db = accumulated(rounding, f"{site}.db", (a if ctx.other is None else ctx.other).mT, grad, ctx.fmt)
+        return da, db, None, None, None, None, None
 
 
 class PairSums(torch.autograd.Function):
@@ -94,22 +99,34 @@ class Solved(torch.autograd.Function):
         return -dv @ y.mT, None, dv, None, None
 
 
+def added(rounding: Rounding, site: str, x: Tensor, fmt: str) -> Tensor:
+    """The sum over the last axis; Triton adds fp16 numbers in fp16, two by two, and bf16 ones in fp32."""
+    if fmt != "fp16":
+        return x.sum(-1)
+    while x.shape[-1] > 1:
+        x = F.pad(x, (0, x.shape[-1] % 2))
+        x = rounding.round(f"{site}.{x.shape[-1]}", x[..., ::2] + x[..., 1::2], fmt)
+    return x[..., 0]
+
+
 class Decayed(torch.autograd.Function):
     """decay `[.., K]` times the rows of a state `[.., K, V]`; both it and its gradient go into the decay's gradient as
-    they were kept, in `fmt`.
+    they were kept, in `fmt`, and their products in `product_fmt`.
     """
 
     @staticmethod
-    def forward(ctx, decay, state, rounding, fmt):
+    def forward(ctx, decay, state, rounding, fmt, product_fmt):
         ctx.save_for_backward(decay, state)
-        ctx.rounding, ctx.fmt = rounding, fmt
+        ctx.rounding, ctx.fmt, ctx.product_fmt = rounding, fmt, product_fmt
         return decay[..., None] * state
 
     @staticmethod
     def backward(ctx, grad):
         decay, state = ctx.saved_tensors
         kept, kept_grad = (ctx.rounding.round(f"chunk.kept.{n}", x, ctx.fmt) for n, x in (("S", state), ("dS", grad)))
-        return (kept * kept_grad).sum(-1), decay[..., None] * grad, None, None
+        products = ctx.rounding.round("chunk.kept.SdS", kept * kept_grad, ctx.product_fmt)
+        total = added(ctx.rounding, "chunk.kept.SdS", products, ctx.product_fmt)
+        return total, decay[..., None] * grad, None, None, None
 
 
 class CumulativeGate(torch.autograd.Function):

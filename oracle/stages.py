@@ -22,6 +22,8 @@ from oracle.operator import Core, Formats, Inputs, Options, evaluate
 from oracle.recurrence import LOG2E, REPLICA_GATE_FLOOR, Rows
 from oracle.rounding import EXACT, Rounding
 
+ANCHOR_SHIFT = (BLOCK - 1) / 2 * 5 * LOG2E  # that a kernel may take for gates of -5: no power of two
+
 Step = Callable[[int, Tensor], tuple[Tensor, Tensor, Tensor]]  # (chunk, state): intra-chunk o, v_new, state's gain
 
 
@@ -32,9 +34,11 @@ class ChunkModel:
     `operand`: the large products; `intra`: k.k and q.k; `pairs`: their gradients' products, as `intra` unless named;
     `merge`: block merges of the inverse; `stored_inverse`: R in
     memory; `state`: the carried state; `kept`: states and their gradients in memory, from where the gradients of the
-    gates between chunks come; `diagonal`: 'pair' (each exponent a difference of cumulative gates), 'halving'
-    (each the sum over its own range, which a reset elsewhere cannot spoil) or 'anchor' (two factors around the block's
-    first row); `apart`: i = j outside the anchored tile; `inverse`: 'substitution' or 'neumann' (a half-precision
+    gates between chunks come, and `kept_product` the products of the two; `scaled_key`: beta k, where it is formed for
+    the gradients of earlier keys in factored rows; `diagonal`: 'pair' (each exponent a difference
+    of cumulative gates), 'halving' (each the sum over its own range, which a reset elsewhere cannot spoil) or 'anchor'
+    (two factors around the block's first row); `apart`: i = j outside the anchored tile, and factors that are exact
+    where decays are; `inverse`: 'substitution' or 'neumann' (a half-precision
     series). `form`: 'wy', with v_new = u - w S as above, or 'residual', which inverts I + A_kk b and applies it to
     x = v - (k 2^G) S, [v_new / b | intra-chunk o] = [R | A_qk b R] x: b is among the keys instead. 'solved' is that
     with y = R x stored, and A_qk b y. 'stored' keeps every step in `operand`: `oracle.stored_steps`. `segment`: tokens
@@ -49,6 +53,8 @@ class ChunkModel:
     stored_inverse: str = "bf16"
     state: str = "fp32"
     kept: str = "fp32"
+    kept_product: str = "fp64"
+    scaled_key: str = "fp64"
     diagonal: str = "pair"
     apart: bool = False
     inverse: str = "substitution"
@@ -82,7 +88,7 @@ class ChunkModel:
             raise ValueError(f"chunk is {chunk}, must be {BLOCK} with the form 'stored'")
         if segment is not None and (segment < chunk or segment % chunk):
             raise ValueError(f"segment is {segment}, must be a positive multiple of the chunk of {chunk}")
-        stages = ("operand", "intra", "pairs", "merge", "stored_inverse", "state", "kept")
+        stages = ("operand", "intra", "pairs", "merge", "stored_inverse", "state", "kept", "kept_product", "scaled_key")
         named = {name: formats[name] for name in stages if name in formats}
         return cls(
             chunk=chunk,
@@ -114,10 +120,18 @@ class ChunkedRows:
     def product(self, site: str, a: Tensor, b: Tensor, fmt: str) -> Tensor:
         return Product.apply(a, b, self.rounding, f"chunk.{site}", fmt, fmt)
 
-    def dots(self, site: str, a: Tensor, b: Tensor) -> Tensor:
-        """k.k or q.k of factored rows."""
+    def dots(self, site: str, a: Tensor, b: Tensor, other: Tensor | None = None) -> Tensor:
+        """k.k or q.k of factored rows; `other` as for `Product`."""
         model = self.model
-        return Product.apply(a, b, self.rounding, f"chunk.{site}", model.intra, model.pairs or model.intra)
+        return Product.apply(a, b, self.rounding, f"chunk.{site}", model.intra, model.pairs or model.intra, other)
+
+    def _scaled_keys(self, block: slice) -> Tensor | None:
+        """k as beta k was rounded, divided by beta; None where that is k."""
+        if self.model.scaled_key == "fp64":
+            return None
+        k, beta = self.k[..., block, :].detach(), self.beta[..., block, :].detach()
+        rounded = self.rounding.round("chunk.scaled_key", k * beta, self.model.scaled_key)
+        return torch.where(beta == 0, k, rounded / beta)
 
     def kept(self, site: str, x: Tensor) -> Tensor:
         """x itself; its gradient, summed from several uses, is rounded to fp32."""
@@ -138,23 +152,28 @@ class ChunkedRows:
         for first in range(0, self.model.chunk, BLOCK):
             block = slice(first, first + BLOCK)
             G, k, q = self.G[..., block, :], self.k[..., block, :], self.q[..., block, :]
-            row_q, row_k = (self._anchored if self.model.diagonal == "anchor" else self._paired)(q, k, G)
+            scaled = self._scaled_keys(block)
+            if self.model.diagonal == "anchor":
+                row_q, row_k = self._anchored(q, k, G, scaled)
+            else:
+                row_q, row_k = self._paired(q, k, G)
             if first:
                 anchor = G[..., :1, :].detach()
                 rise = self.exp2("left.row", G - anchor)
                 columns = (self.k[..., :first, :] * self.exp2("left.column", anchor - self.G[..., :first, :])).mT
-                row_k = torch.cat([self.dots("left.kk", k * rise, columns), row_k], -1)
+                other = None if scaled is None else scaled * rise
+                row_k = torch.cat([self.dots("left.kk", k * rise, columns, other), row_k], -1)
                 row_q = torch.cat([self.dots("left.qk", q * rise, columns), row_q], -1)
             rest = self.model.chunk - first - BLOCK
             qk.append(F.pad(row_q, (0, rest)))
             kk.append(F.pad(row_k, (0, rest)))
         return torch.cat(qk, -2), torch.cat(kk, -2)
 
-    def _anchored(self, q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
-        anchor = G[..., :1, :].detach()
+    def _anchored(self, q: Tensor, k: Tensor, G: Tensor, scaled: Tensor | None) -> tuple[Tensor, Tensor]:
+        anchor = G[..., :1, :].detach() - (0.0 if self.model.apart else ANCHOR_SHIFT)
         rise = self.exp2("anchor.row", (G - anchor).clamp(min=-900))
         columns = (k * self.exp2("anchor.column", (anchor - G).clamp(max=900))).mT
-        kk = torch.tril(self.dots("anchor.kk", k * rise, columns))
+        kk = torch.tril(self.dots("anchor.kk", k * rise, columns, None if scaled is None else scaled * rise))
         qk = torch.tril(self.dots("anchor.qk", q * rise, columns), -1 if self.model.apart else 0)
         if self.model.apart:
             exact = self.rounding.accumulate("chunk.apart", (q * k).sum(-1), q.norm(dim=-1) * k.norm(dim=-1))
@@ -194,7 +213,8 @@ class ChunkedRows:
             inter = self.product("q_state", q, state, self.model.operand)
             intra, value, gained = step(c, state)
             outputs.append(scale * inter + intra)
-            grown_state = Decayed.apply(shrunk, state, self.rounding, self.model.kept) + gained
+            kept = self.model.kept, self.model.kept_product
+            grown_state = Decayed.apply(shrunk, state, self.rounding, *kept) + gained
             state = Rounded.apply(grown_state, self.rounding, "chunk.state", self.model.state)
             self.carried.append(state)
             self.values.append(value)

@@ -87,7 +87,7 @@ KNOWN_SPILLS = {
         *FUSED,
         *(
             (f"chunk-{path}-bf16", f"kda_chunk_intra_{way}_kernel")
-            for path in ("safe_gate", "unbounded")
+            for path in ("safe_gate", "unbounded", "unbounded-wide")
             for way in ("fwd", "bwd")
         ),
     },
