@@ -8,7 +8,7 @@ from torch import Tensor
 
 from oracle import gates, recurrence
 from oracle.packing import Group, Layout
-from oracle.recurrence import LIVE_STATES, Rows, Stages
+from oracle.recurrence import LIVE_STATES, Room, Rows, Stages
 from oracle.rounding import EXACT, Rounding
 
 Inputs = Mapping[str, Tensor | None]
@@ -96,23 +96,36 @@ def recurrent_core(rounding: Rounding, formats: Formats) -> Core:
     def core(
         rows: Rows, scale: float, do: Tensor | None, dstate: Tensor | None, chunk: int | None
     ) -> dict[str, Tensor]:
+        room = Room(reused=True)
         parts = [
-            run(rows.some(first, last), scale, do, dstate, chunk, rounding.some(first, last))
+            run(rows.some(first, last), scale, do, dstate, chunk, rounding.some(first, last), room)
             for first, last in _spans(max(rounding.replicas, 1), rows.state[0])
         ]
         return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def run(
-        rows: Rows, scale: float, do: Tensor | None, dstate: Tensor | None, chunk: int | None, rounding: Rounding
+        rows: Rows,
+        scale: float,
+        do: Tensor | None,
+        dstate: Tensor | None,
+        chunk: int | None,
+        rounding: Rounding,
+        room: Room,
     ) -> dict[str, Tensor]:
-        every = chunk or recurrence.segment_length(rows.length)
-        o, state, kept = recurrence.forward(rows, scale, rounding, stages, every if chunk or do is not None else None)
+        every, gradients = chunk or recurrence.segment_length(rows.length), {}
+        if do is not None and rounding.replicas and recurrence.keeps_all(rows):
+            o, state, kept, gradients = recurrence.both(
+                rows, scale, do, dstate, rounding, stages, every, bool(chunk), room
+            )
+        else:
+            keep = every if chunk or do is not None else None
+            o, state, kept = recurrence.forward(rows, scale, rounding, stages, keep)
+            if do is not None:
+                gradients = recurrence.backward(rows, kept, every, do, dstate, scale, rounding, stages)
         out = {"o": o, "state": state}
         if chunk:
             out["h"] = torch.stack(kept, 2)
-        if do is not None:
-            out |= recurrence.backward(rows, kept, every, do, dstate, scale, rounding, stages)
-        return out
+        return out | gradients
 
     return core
 

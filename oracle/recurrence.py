@@ -14,6 +14,7 @@ segment. exp(-inf) = 0 resets a row: its S' is 0, and so is its dg.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from oracle.rounding import EXACT, Rounding
 
 LOG2E = math.log2(math.e)
 REPLICA_GATE_FLOOR = -200.0  # e^-200 lies below every format's floor, and keeps |g| finite for the rounding model
+KEPT_BYTES = 2**26  # of states of all tokens, up to which replicas keep them from the forward to the backward pass
 LIVE_STATES = 8  # states of a segment that the adjoint holds at once, kept ones and temporaries included
 
 
@@ -74,41 +76,43 @@ FP32 = Stages()
 
 # NOTE [Room]
 # Replicas do much with every state, and on a CPU fresh memory costs more than the arithmetic: pages have to be mapped
-# in. So their states are made in memory that is used again: one place for each intermediate of a token, and one for
-# each token of a segment where the backward pass needs all of them. The exact pass takes fresh memory.
-class _Room:
-    """Places for the states of a segment of `tokens`; None, as `out=` has it, where memory is fresh."""
+# in. So their states are made in memory that is used again, by replicas after others too: one place for each
+# intermediate of a token, and one for each token whose states the backward pass needs. Where those of all tokens fit,
+# nothing is made twice. The exact pass takes fresh memory.
+class Room:
+    """Places for states by name; None, as `out=` has it, where memory is fresh."""
 
-    def __init__(self, rows: Rows, tokens: int, reused: bool):
-        self.shape, self.reused, self.tokens, self.like = rows.state.shape, reused, tokens, rows.state
-        self.places: dict[str, Tensor] = {}
+    def __init__(self, reused: bool):
+        self.reused = reused
+        self.places: dict[tuple, Tensor] = {}
 
-    def state(self, name: str) -> Tensor | None:
-        """`[M, R, K, V]`."""
-        return self._place(name, self.shape)
+    def state(self, name: str, like: Tensor) -> Tensor | None:
+        """Like a state `[M, R, K, V]`."""
+        return self._place(name, like, like.shape)
 
-    def states(self, name: str, count: int | None = None) -> Tensor | None:
-        """`[M, R, n, K, V]`, of `count` tokens."""
-        place = self._place(name, (*self.shape[:2], self.tokens, *self.shape[2:]))
-        return None if place is None else place[:, :, :count]
+    def states(self, name: str, like: Tensor, count: int) -> "_States":
+        """Like `count` of them, `[M, R, n, K, V]`."""
+        return _States(self._place(name, like, (*like.shape[:2], count, *like.shape[2:])))
 
-    def _place(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        if self.reused and name not in self.places:
-            self.places[name] = self.like.new_empty(shape)
-        return self.places.get(name)
+    def _place(self, name: str, like: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+        if self.reused and (name, shape) not in self.places:
+            self.places[name, shape] = like.new_empty(shape)
+        return self.places.get((name, shape))
 
 
 class _Step:
     """The arithmetic of one token, with its rounding points."""
 
-    def __init__(self, rows: Rows, scale: float, rounding: Rounding, stages: Stages, tokens: int = 1):
+    def __init__(self, rows: Rows, scale: float, rounding: Rounding, stages: Stages, room: Room | None = None):
         self.rows, self.rounding, self.stages = rows, rounding, stages
-        self.room = _Room(rows, tokens, bool(rounding.replicas))
+        self.room = Room(bool(rounding.replicas)) if room is None else room
         self.scale = scale * rounding.constant("recurrence.scale", 2.0**-24, rows.q)
-        self.q = self.scale * rows.q
-        self.decay = self._decay(rows.g)
         self.beta = rows.beta[..., None]
-        self.q_size, self.k_size = (x.norm(dim=-1, keepdim=True) if rounding.replicas else x for x in (rows.q, rows.k))
+        q_size, k_size = (x.norm(dim=-1, keepdim=True) if rounding.replicas else x for x in (rows.q, rows.k))
+        self.q_size = q_size
+        # By token: slices cost, of which each token takes many.
+        rest = (rows.k, rows.v, self.beta, self._decay(rows.g)[..., None], (self.scale * rows.q)[..., None], k_size)
+        self.k, self.v, self.beta_t, self.decay, self.q, self.k_size = (x.unbind(2) for x in rest)
 
     def _decay(self, g: Tensor) -> Tensor:
         if not self.rounding.replicas:
@@ -134,7 +138,7 @@ class _Step:
         """
         if self.stages.update != "fp32":
             state = self.round(f"{site}.operand", state, self.stages.update)
-        total = (x.unsqueeze(-2) @ state).squeeze(-2)
+        total = _applied(x, state)
         if not self.rounding.replicas or self.stages.update != "fp32":
             return total
         # torch's norm over an axis that is not the last takes five times as long.
@@ -153,32 +157,57 @@ class _Step:
         self, t: int, state: Tensor, before: Tensor | None, after: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(S', r, u, S_t) of token t; `before` and `after`: places for S' and S_t."""
-        k, spare = self.rows.k[:, :, t], self.room.state("spare")
+        k, spare = self.k[t], self.room.state("spare", self.rows.state)
         if t and self.stages.carried != "fp32":  # else it is rounded already
             state = self.round("carried", state, self.stages.carried)
-        decayed = self.round_("decayed", torch.mul(self.decay[:, :, t, :, None], state, out=before))
-        residual = self.round(
-            "residual", self.rows.v[:, :, t] - self.contract("k_state", k, decayed, spare, self.k_size[:, :, t])
-        )
-        update = self.round("update", self.beta[:, :, t] * residual, self.stages.update)
+        decayed = self.round_("decayed", torch.mul(self.decay[t], state, out=before))
+        residual = self.round("residual", self.v[t] - self.contract("k_state", k, decayed, spare, self.k_size[t]))
+        update = self.round("update", self.beta_t[t] * residual, self.stages.update)
         outer = self.round_("outer", torch.mul(k[..., None], update[..., None, :], out=spare))
         state = self.round_("state", torch.add(decayed, outer, out=after), self.stages.state)
         return decayed, residual, update, state
+
+    def output(self, t: int, state: Tensor, spare: Tensor | None) -> Tensor:
+        """o_t but for the scale."""
+        return self.contract("q_state", self.rows.q[:, :, t], state, spare, self.q_size[:, :, t])
+
+    def outputs(self, span: range, after: "_States") -> Tensor:
+        """Those of a segment whose states have places, `[M, R, n, V]`."""
+        if self.stages.update != "fp32":  # rounding a state goes by its shape
+            return torch.stack([self.output(t, after.place(i), None) for i, t in enumerate(span)], 2)
+        part, products = slice(span.start, span.stop), self.products(len(span))
+        return self.contract("q_state", self.rows.q[:, :, part], after.places, products, self.q_size[:, :, part])
+
+    def products(self, count: int) -> Tensor | None:
+        """A place for something like the states of so many tokens."""
+        return self.room.states("products", self.rows.state, count).places
+
+    def turned(self, count: int) -> Tensor | None:
+        """`products` by value channels first."""
+        products = self.products(count)
+        return None if products is None else products.mT
 
     def backward(
         self, t: int, do: Tensor, dstate: Tensor, total: Tensor | None, rest: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(D, w, D', dS_{t-1}) of token t; do `[M or 1, R, T, V]`; `total` and `rest`: places for D and D'."""
-        k, spare = self.rows.k[:, :, t], self.room.state("spare")
-        arriving = torch.mul(self.q[:, :, t, :, None], do[:, :, t, None, :], out=spare)
+        k, spare = self.k[t], self.room.state("spare", self.rows.state)
+        arriving = torch.mul(self.q[t], do[:, :, t, None, :], out=spare)
         arriving = self.round_("do_outer", arriving)
         total = self.round_("state_grad", torch.add(dstate, arriving, out=total), self.stages.state_grad)
-        pull = self.contract("k_grad", k, total, spare, self.k_size[:, :, t])
-        leaving = self.round("update_grad", self.beta[:, :, t] * pull, self.stages.update_grad)
+        pull = self.contract("k_grad", k, total, spare, self.k_size[t])
+        leaving = self.round("update_grad", self.beta_t[t] * pull, self.stages.update_grad)
         outer = self.round_("outer_grad", torch.mul(k[..., None], leaving[..., None, :], out=spare))
         rest = self.round_("rest_grad", torch.sub(total, outer, out=rest), self.stages.state_grad)
-        dstate = torch.mul(self.decay[:, :, t, :, None], rest, out=self.room.state("dstate"))
+        dstate = torch.mul(self.decay[t], rest, out=self.room.state("dstate", self.rows.state))
         return total, pull, rest, self.round_("decayed_grad", dstate)
+
+
+def _applied(x: Tensor, state: Tensor) -> Tensor:
+    """x^T S: x `[.., K]`, of every replica or of all, S `[.., K, V]` to `[.., V]`."""
+    shape = state.shape
+    x = x if x.shape == shape[:-1] else x.expand(shape[:-1])
+    return torch.bmm(x.reshape(-1, 1, shape[-2]), state.flatten(0, -3)).view(*shape[:-2], shape[-1])
 
 
 def segment_length(length: int) -> int:
@@ -186,18 +215,23 @@ def segment_length(length: int) -> int:
     return max(1, math.isqrt(max(length - 1, 0)) + 1)
 
 
+def keeps_all(rows: Rows) -> bool:
+    """Whether the states of all tokens are few enough for `both`."""
+    return 8 * rows.length * rows.state.numel() <= KEPT_BYTES
+
+
 def forward(
     rows: Rows, scale: float, rounding: Rounding = EXACT, stages: Stages = FP32, keep_every: int | None = None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(o `[M, R, T, V]`, final state `[M, R, K, V]`, the states before tokens 0, n, 2n, ... with n = `keep_every`)."""
     step = _Step(rows, scale, rounding, stages)
-    room = step.room
+    place = lambda name: step.room.state(name, rows.state)  # noqa: E731
     state, outputs, kept = rows.state, [], []
     for t in range(rows.length):
         if keep_every and t % keep_every == 0:
-            kept.append(state.clone() if room.reused else state)
-        *_, state = step.forward(t, state, room.state("before"), room.state("after"))
-        outputs.append(step.contract("q_state", rows.q[:, :, t], state, room.state("spare"), step.q_size[:, :, t]))
+            kept.append(state.clone() if step.room.reused else state)
+        *_, state = step.forward(t, state, place("before"), place("after"))
+        outputs.append(step.output(t, state, place("spare")))
     o = step.scale * torch.stack(outputs, 2) if outputs else rows.v
     return o, state, kept
 
@@ -216,55 +250,108 @@ def backward(
 
     `kept`: the states before tokens 0, `every`, 2 `every`, ... of the forward pass.
     """
-    step = _Step(rows, scale, rounding, stages, every)
+    step = _Step(rows, scale, rounding, stages)
     segments = []
-    for index in reversed(range(len(kept))):
-        first = index * every
-        span = range(first, min(first + every, rows.length))
-        gradients, dstate = _segment_backward(step, span, kept[index], do, dstate)
+    for span, state in reversed([*zip(_spans(rows.length, every), kept)]):
+        before, after = (step.room.states(name, state, len(span)) for name in ("before", "after"))
+        made, _ = _segment_forward(step, span, state, do, before, after)
+        gradients, dstate = _segment_backward(step, made, do, dstate)
         segments.append(gradients)
+    return {**_joined(segments), "dstate": dstate}
+
+
+def both(
+    rows: Rows,
+    scale: float,
+    do: Tensor,
+    dstate: Tensor,
+    rounding: Rounding,
+    stages: Stages = FP32,
+    every: int | None = None,
+    keep: bool = False,
+    room: Room | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor], dict[str, Tensor]]:
+    """`forward` and `backward` by states of all tokens, which go to `room`: the same numbers, none made twice. States
+    before tokens 0, n, 2n, ... with n = `every` are kept if wanted.
+    """
+    every = every or segment_length(rows.length)
+    step, state, kept, segments, outputs = _Step(rows, scale, rounding, stages, room), rows.state, [], [], []
+    everywhere = step.room.states("before everywhere", state, rows.length).parts(every)
+    for span, before in zip(_spans(rows.length, every), everywhere):
+        kept += [state.clone()] if keep else []
+        after = step.room.states("after", state, len(span))
+        made, state = _segment_forward(step, span, state, do, before, after)
+        outputs.append(step.outputs(span, after))
+        segments.append(made)
+    gradients = []
+    for made in reversed(segments):
+        found, dstate = _segment_backward(step, made, do, dstate)
+        gradients.append(found)
+    ends = [x.clone() if step.room.reused else x for x in (state, dstate)]
+    return step.scale * torch.cat(outputs, 2), ends[0], kept, {**_joined(gradients), "dstate": ends[1]}
+
+
+def _spans(length: int, every: int) -> list[range]:
+    """The tokens in segments of `every`."""
+    return [range(first, min(first + every, length)) for first in range(0, length, every)]
+
+
+def _joined(segments: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Gradients of segments, the last one first, token by token."""
     names = segments[0] if segments else ()
-    joined = {name: torch.cat([segment[name] for segment in reversed(segments)], 2) for name in names}
-    return {**joined, "dstate": dstate}
+    return {name: torch.cat([segment[name] for segment in reversed(segments)], 2) for name in names}
 
 
-def _segment_backward(
-    step: _Step, span: range, state: Tensor, do: Tensor, dstate: Tensor
-) -> tuple[dict[str, Tensor], Tensor]:
-    """The adjoint of the tokens in `span`, whose first state is `state`; reductions that need no order come last."""
-    count, room = len(span), step.room
-    before, after = _States(room.states("before", count)), _States(room.states("after", count))
-    residuals, updates, pulls = [], [], []
+@dataclass(frozen=True)
+class _Segment:
+    """What the forward pass made of the tokens in `span`: S', r and u of each, and dq, for which S_t was needed."""
+
+    span: range
+    before: "_States"
+    residual: Tensor
+    update: Tensor
+    dq: Tensor
+
+
+def _segment_forward(
+    step: _Step, span: range, state: Tensor, do: Tensor, before: "_States", after: "_States"
+) -> tuple[_Segment, Tensor]:
+    """(what is made of the tokens in `span`, whose first state is `state`; the last state)."""
+    residuals, updates = [], []
     for i, t in enumerate(span):
         decayed, residual, update, state = step.forward(t, state, before.place(i), after.place(i))
         before.add(decayed)
         residuals.append(residual)
         updates.append(update)
         after.add(state)
-    totals, rests = _States(room.states("totals", count)), _States(room.states("rests", count))
+    dq = step.scale * step.contract("dq", do[:, :, span.start : span.stop], after.stacked().mT, step.turned(len(span)))
+    return _Segment(span, before, torch.stack(residuals, 2), torch.stack(updates, 2), dq), state
+
+
+def _segment_backward(step: _Step, made: _Segment, do: Tensor, dstate: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """The adjoint of the tokens of a segment; reductions that need no order come last."""
+    span, count, pulls = made.span, len(made.span), []
+    totals, rests = (step.room.states(name, step.rows.state, count) for name in ("totals", "rests"))
     for i, t in zip(reversed(range(count)), reversed(span)):
         total, pull, rest, dstate = step.backward(t, do, dstate, totals.place(i), rests.place(i))
         totals.add(total)
         pulls.append(pull)
         rests.add(rest)
     pulls.reverse()
-    do = do[:, :, span.start : span.stop]
     pull = torch.stack(pulls, 2)
     leaving = step.beta[:, :, span.start : span.stop] * pull
-    spare = room.states("products", count)
-    turned = None if spare is None else spare.mT
-    dq = step.scale * step.contract("dq", do, after.stacked().mT, turned)
-    dk = step.contract("dk_update", torch.stack(updates, 2), totals.stacked(reverse=True).mT, turned)
-    before = before.stacked()
+    turned = step.turned(count)
+    dk = step.contract("dk_update", made.update, totals.stacked(reverse=True).mT, turned)
+    before = made.before.stacked()
     dk = dk - step.contract("dk_pull", leaving, before.mT, turned)
-    dg = step.dot("dg", rests.stacked(reverse=True), before, spare)
+    dg = step.dot("dg", rests.stacked(reverse=True), before, step.products(count))
     partial = step.stages.partial_grad
     return {
-        "dq": step.round("dq.partial", dq, partial),
+        "dq": step.round("dq.partial", made.dq, partial),
         "dk": step.round("dk.partial", dk, partial),
         "dv": leaving,
         "dg": step.round("dg.partial", dg, partial),
-        "dbeta": step.dot("dbeta", pull, torch.stack(residuals, 2)),
+        "dbeta": step.dot("dbeta", pull, made.residual),
     }, dstate
 
 
@@ -274,8 +361,16 @@ class _States:
     def __init__(self, places: Tensor | None):
         self.places, self.made = places, []
 
+    @cached_property
+    def each(self) -> tuple[Tensor, ...]:
+        return self.places.unbind(2)
+
+    def parts(self, count: int) -> list["_States"]:
+        """The places in runs of so many."""
+        return [_States(places) for places in self.places.split(count, 2)]
+
     def place(self, i: int) -> Tensor | None:
-        return None if self.places is None else self.places[:, :, i]
+        return None if self.places is None else self.each[i]
 
     def add(self, state: Tensor) -> None:
         if self.places is None:

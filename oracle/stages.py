@@ -9,9 +9,11 @@ Within a chunk of C tokens, G the inclusive cumulative log2 gate:
 The backward pass is autograd through these stages; operands and incoming gradients of every product are rounded alike.
 """
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +26,8 @@ from oracle.rounding import EXACT, Rounding
 
 ANCHOR_SHIFT = (BLOCK - 1) / 2 * 5 * LOG2E  # that a kernel may take for gates of -5: no power of two
 
-Step = Callable[[int, Tensor], tuple[Tensor, Tensor, Tensor]]  # (chunk, state): intra-chunk o, v_new, state's gain
+# (chunk, state): what makes the intra-chunk o, v_new, the state's gain
+Step = Callable[[int, Tensor], tuple[Callable[[], Tensor], Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -197,25 +200,45 @@ class ChunkedRows:
 
         return total("qk", q), total("kk", k)
 
+    @cached_property
+    def matrices(self) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """A_qk, A_kk, 2^G, and the decayed q, k and k for the state: what knows neither values nor states."""
+        A_qk, A_kk = self.intra()
+        A_qk, grown = self.scale * A_qk, self.exp2("grown", self.G)
+        decayed = (self.q * grown, self.k * grown, self.k * self.exp2("rest", self.G[..., -1:, :] - self.G))
+        return A_qk, A_kk, grown, decayed
+
+    @cached_property
+    def inverse(self) -> tuple[Tensor, Tensor]:
+        """L, with b where the form has it, and (I + L)^-1."""
+        L = torch.tril(self.matrices[1] * (self.beta if self.model.form == "wy" else self.beta.mT), -1)
+        return L, Inverse.apply(L, self.rounding, self.model)
+
+    def make_matrices(self) -> None:
+        """Make now what copies share."""
+        _ = self.inverse
+
+    def widened(self, columns: int) -> "ChunkedRows":
+        """The same rows with so many more columns of values, which are 0; what is made of keys is made once."""
+        self.make_matrices()
+        wide = copy.copy(self)
+        wide.v = F.pad(self.v, (0, columns))
+        return wide
+
     def run(self, state: Tensor) -> dict[str, Tensor]:
         """Every stage by name; `states` are those before each chunk.
 
         `carried` (the states) and `values` (v_new), one tensor per chunk, stay on the path of the gradients.
         """
-        A_qk, A_kk = self.intra()
-        A_qk, grown = self.scale * A_qk, self.exp2("grown", self.G)
-        decayed = (self.q * grown, self.k * grown, self.k * self.exp2("rest", self.G[..., -1:, :] - self.G))
-        forms = {"wy": self._wy, "residual": self._residual, "solved": self._solved}
-        stages, step = forms[self.model.form](A_qk, A_kk, *decayed)
+        A_qk, A_kk, grown, decayed = self.matrices
+        stages, step = self._form()
         scale, decay = self.scale[:, :, 0] if isinstance(self.scale, Tensor) else self.scale, grown[..., -1, :]
         self.carried, self.values, outputs = [state], [], []
         for c, (q, shrunk) in enumerate(zip(each(decayed[0]), each(decay))):
             inter = self.product("q_state", q, state, self.model.operand)
             intra, value, gained = step(c, state)
-            outputs.append(scale * inter + intra)
-            kept = self.model.kept, self.model.kept_product
-            grown_state = Decayed.apply(shrunk, state, self.rounding, *kept) + gained
-            state = Rounded.apply(grown_state, self.rounding, "chunk.state", self.model.state)
+            outputs.append(scale * inter + intra())
+            state = self._carried(shrunk, state, gained)
             self.carried.append(state)
             self.values.append(value)
         return {
@@ -231,29 +254,47 @@ class ChunkedRows:
             "state": state,
         }
 
-    def _wy(self, A_qk: Tensor, A_kk: Tensor, _, k_grown: Tensor, k_rest: Tensor) -> tuple[dict[str, Tensor], Step]:
+    def last_state(self, state: Tensor) -> Tensor:
+        """Of all stages only the state at the end."""
+        _, _, grown, _ = self.matrices
+        _, step = self._form()
+        for c, shrunk in enumerate(each(grown[..., -1, :])):
+            *_, gained = step(c, state)
+            state = self._carried(shrunk, state, gained)
+        return state
+
+    def _form(self) -> tuple[dict[str, Tensor], Step]:
+        A_qk, _, _, decayed = self.matrices
+        forms = {"wy": self._wy, "residual": self._residual, "solved": self._solved}
+        return forms[self.model.form](A_qk, *decayed)
+
+    def _carried(self, shrunk: Tensor, state: Tensor, gained: Tensor) -> Tensor:
+        """The next state."""
+        kept = self.model.kept, self.model.kept_product
+        grown_state = Decayed.apply(shrunk, state, self.rounding, *kept) + gained
+        return Rounded.apply(grown_state, self.rounding, "chunk.state", self.model.state)
+
+    def _wy(self, A_qk: Tensor, _, k_grown: Tensor, k_rest: Tensor) -> tuple[dict[str, Tensor], Step]:
         """(inverse, w and u; the step of a chunk): v_new = u - w S."""
         operand = self.model.operand
-        R = Inverse.apply(torch.tril(A_kk * self.beta, -1), self.rounding, self.model)
+        _, R = self.inverse
         w = self.product("w", R, self.beta * k_grown, operand)
         u = Rounded.apply(self.product("u", R, self.beta * self.v, operand), self.rounding, "chunk.u.store", operand)
         of_w, of_u, of_A, of_rest = map(each, (w, u, A_qk, k_rest))
 
         def step(c: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             value = of_u[c] - self.product("w_state", of_w[c], state, operand)
-            intra = self.product("A_value", of_A[c], value, operand)
+            intra = lambda: self.product("A_value", of_A[c], value, operand)  # noqa: E731
             return intra, value, self.product("k_value", of_rest[c].mT, value, operand)
 
         return {"inverse": R, "w": w, "u": u}, step
 
-    def _residual(
-        self, A_qk: Tensor, A_kk: Tensor, _, k_grown: Tensor, k_rest: Tensor
-    ) -> tuple[dict[str, Tensor], Step]:
+    def _residual(self, A_qk: Tensor, _, k_grown: Tensor, k_rest: Tensor) -> tuple[dict[str, Tensor], Step]:
         """(inverse, k_update, response; the step of a chunk): x = v - (k 2^G) S, y = R x with R = (I + A_kk b)^-1, and
         A_qk b R at once.
         """
         operand, weight = self.model.operand, self.beta.mT
-        R = Inverse.apply(torch.tril(A_kk * weight, -1), self.rounding, self.model)
+        _, R = self.inverse
         response = self.product("response", A_qk * weight, R, self.model.merge)
         response = Rounded.apply(response, self.rounding, "chunk.response.store", operand)
         of_v, of_k, of_R, of_response = map(each, (self.v, k_grown, R, response))
@@ -265,17 +306,16 @@ class ChunkedRows:
             x = Rounded.apply(x, self.rounding, "chunk.x", operand)
             y = of_R[c] @ x
             gained = self.product("k_value", of_rest[c].mT, y, operand)
-            return of_response[c] @ x, of_beta[c] * y, gained
+            return lambda: of_response[c] @ x, of_beta[c] * y, gained
 
         return shown, step
 
-    def _solved(self, A_qk: Tensor, A_kk: Tensor, _, k_grown: Tensor, k_rest: Tensor) -> tuple[dict[str, Tensor], Step]:
+    def _solved(self, A_qk: Tensor, _, k_grown: Tensor, k_rest: Tensor) -> tuple[dict[str, Tensor], Step]:
         """(inverse, k_update, A_qk_beta; the step of a chunk): y = R x as for 'residual', stored, and A_qk b applied to
         it.
         """
         operand, weight = self.model.operand, self.beta.mT
-        L = torch.tril(A_kk * weight, -1)
-        R = Inverse.apply(L, self.rounding, self.model)
+        L, R = self.inverse
         of_v, of_k, of_L, of_R = map(each, (self.v, k_grown, L, R.detach()))
         shown = {"inverse": R, "k_update": self.beta * k_rest, "A_qk_beta": A_qk * weight}
         of_beta, of_rest, of_A = map(each, (self.beta, shown["k_update"], shown["A_qk_beta"]))
@@ -285,7 +325,7 @@ class ChunkedRows:
             x = Rounded.apply(x, self.rounding, "chunk.x", operand)
             y = Solved.apply(of_L[c], of_R[c], x, self.rounding, operand)
             gained = self.product("k_value", of_rest[c].mT, y, operand)
-            intra = self.product("A_value", of_A[c], y, operand)
+            intra = lambda: self.product("A_value", of_A[c], y, operand)  # noqa: E731
             return intra, of_beta[c] * y, gained
 
         return shown, step
@@ -317,9 +357,7 @@ def forward_stages(rows: Rows, scale: float, model: ChunkModel, rounding: Roundi
     G (cumulative gate, log2), A_qk, A_kk, inverse, v_new, and w, u where the form has them; states `[M, R, chunks, K,
     V]` before each chunk, the last `state`, and o `[M, R, T, V]`.
     """
-    with torch.no_grad():
-        plain = replace(rows, g=finite_gate(rows.g, rounding))
-        return chunked(plain, rows.g, scale, model, rounding).run(rows.state)
+    return _Traced(rows, scale, model, rounding, gradients=False).run(rows.state)
 
 
 def chunk_core(model: ChunkModel, rounding: Rounding = EXACT) -> Core:
@@ -334,10 +372,9 @@ def chunk_core(model: ChunkModel, rounding: Rounding = EXACT) -> Core:
             if chunk:
                 raise ValueError(f"segment is {model.segment}, must be None where intermediate states are wanted")
             return _in_pieces(rows, scale, model, rounding, do, dstate)
-        if do is None:
-            stages, gradients = forward_stages(rows, scale, model, rounding), {}
-        else:
-            stages, gradients = _with_gradients(rows, scale, model, rounding, do, dstate)
+        traced = _Traced(rows, scale, model, rounding, do is not None)
+        stages = traced.run(rows.state)
+        gradients = {} if do is None else traced.gradients(do, dstate)
         out = {"o": stages["o"].detach(), "state": stages["state"].detach(), **gradients}
         return out | ({"h": stages["states"].detach()} if chunk else {})
 
@@ -360,16 +397,16 @@ def _in_pieces(
     apart = lambda x: x.unflatten(1, (R, J))  # noqa: E731
     stored = lambda x: rounding.round("chunk.pieces", x, "fp32")  # noqa: E731
     pieces = Rows(*(cut(x) for x in (rows.q, rows.k, rows.v, rows.g, rows.beta)), state=None)
+    traced = _Traced(pieces, scale, model, rounding, do is not None)
     unit = torch.eye(K, V + K, dtype=rows.v.dtype, device=rows.v.device).roll(V, 1)
-    widened = replace(pieces, v=F.pad(pieces.v, (0, K)), state=unit.expand(M, R * J, K, V + K))
-    Q, P = apart(forward_stages(widened, scale, model, rounding)["state"]).split((V, K), -1)
+    Q, P = apart(traced.last_state(unit.expand(M, R * J, K, V + K), K)).split((V, K), -1)
     states = [rows.state.expand(M, R, K, V)]
     for j in range(J - 1):
         states.append(stored(P[:, :, j] @ states[-1] + Q[:, :, j]))
-    pieces = replace(pieces, state=torch.stack(states, 2).flatten(1, 2))
+    made = traced.run(torch.stack(states, 2).flatten(1, 2))
+    out = {"o": join(made["o"].detach()), "state": apart(made["state"].detach())[:, :, -1]}
     if do is None:
-        made = forward_stages(pieces, scale, model, rounding)
-        return {"o": join(made["o"]), "state": apart(made["state"])[:, :, -1]}
+        return out
 
     def arriving(own: Tensor) -> Tensor:
         behind = [dstate.expand(M, R, K, V)]
@@ -377,36 +414,51 @@ def _in_pieces(
             behind.insert(0, stored(P[:, :, j].mT @ behind[0] + apart(own)[:, :, j]))
         return torch.stack(behind, 2).flatten(1, 2)
 
-    made, found = _with_gradients(pieces, scale, model, rounding, cut(do.expand(M, R, T, V)), arriving)
-    out = {name: join(x) for name, x in found.items() if name != "dstate"}
-    out |= {"o": join(made["o"].detach()), "state": apart(made["state"].detach())[:, :, -1]}
+    found = traced.gradients(cut(do.expand(M, R, T, V)), arriving)
+    out |= {name: join(x) for name, x in found.items() if name != "dstate"}
     return out | {"dstate": apart(found["dstate"])[:, :, 0]}
 
 
-def _with_gradients(
-    rows: Rows,
-    scale: float,
-    model: ChunkModel,
-    rounding: Rounding,
-    do: Tensor,
-    dstate: Tensor | Callable[[Tensor], Tensor],
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(the stages, the gradients of sum(o do) + sum(state dstate) by name); dstate, or what makes it of the gradient of
-    the first state by do alone.
-    """
-    names = ("q", "k", "v", "g", "beta", "state")
-    with torch.enable_grad():
-        plain = replace(rows, g=finite_gate(rows.g, rounding))
-        leaves = [getattr(plain, name).detach().clone().requires_grad_() for name in names]
-        stages = chunked(Rows(*leaves), rows.g, scale, model, rounding).run(leaves[-1])
-        ends = [stages["o"], stages["state"]]
+class _Traced:
+    """The stages of rows, with what their gradients need if those are wanted."""
+
+    def __init__(self, rows: Rows, scale: float, model: ChunkModel, rounding: Rounding, gradients: bool):
+        self.gate, self.rounding, self.tracing = rows.g, rounding, gradients
+        names = ("q", "k", "v", "g", "beta")
+        with torch.set_grad_enabled(gradients):
+            plain = replace(rows, g=finite_gate(rows.g, rounding))
+            self.leaves = {name: self._leaf(getattr(plain, name)) for name in names}
+            self.chunks = chunked(Rows(**self.leaves, state=None), rows.g, scale, model, rounding)
+
+    def _leaf(self, x: Tensor) -> Tensor:
+        return x.detach().clone().requires_grad_() if self.tracing else x
+
+    def last_state(self, state: Tensor, columns: int) -> Tensor:
+        """From `state`, which has so many more columns than the values, without gradients."""
+        with torch.set_grad_enabled(self.tracing):
+            wide = self.chunks.widened(columns)
+        with torch.no_grad():
+            return wide.last_state(state)
+
+    def run(self, state: Tensor) -> dict[str, Tensor]:
+        """Every stage from that state on."""
+        with torch.set_grad_enabled(self.tracing):
+            self.leaves["state"] = self._leaf(state)
+            self.stages = self.chunks.run(self.leaves["state"])
+        return self.stages
+
+    def gradients(self, do: Tensor, dstate: Tensor | Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """The gradients of sum(o do) + sum(state dstate) by name; dstate, or what makes it of the gradient of the first
+        state by do alone.
+        """
+        ends, leaves = [self.stages["o"], self.stages["state"]], list(self.leaves.values())
+        do = do.expand_as(ends[0])
         if not isinstance(dstate, Tensor):
-            dstate = dstate(torch.autograd.grad(ends[:1], leaves[-1:], [do.expand_as(ends[0])], retain_graph=True)[0])
-        arriving = [do.expand_as(stages["o"]), dstate.expand_as(stages["state"])]
-        found = dict(zip(names, torch.autograd.grad(ends, leaves, arriving)))
-    if not rounding.replicas:
-        found["g"] = found["g"].masked_fill(rows.g == -math.inf, 0.0)
-    return stages, {f"d{name}": gradient for name, gradient in found.items()}
+            dstate = dstate(torch.autograd.grad(ends[:1], leaves[-1:], [do], retain_graph=True)[0])
+        found = dict(zip(self.leaves, torch.autograd.grad(ends, leaves, [do, dstate.expand_as(ends[1])])))
+        if not self.rounding.replicas:
+            found["g"] = found["g"].masked_fill(self.gate == -math.inf, 0.0)
+        return {f"d{name}": gradient for name, gradient in found.items()}
 
 
 def evaluate_chunk(

@@ -25,6 +25,13 @@ class StoredRows(ChunkedRows):
     def factor(self, site: str, exponent: Tensor) -> Tensor:
         return self.stored(f"{site}.factor", self.exp2(f"stored.{site}", exponent))
 
+    def make_matrices(self) -> None:
+        """Nothing: every step is made in `run`."""
+
+    def last_state(self, state: Tensor) -> Tensor:
+        """Of all stages only the state at the end."""
+        return self.run(state)["state"]
+
     def run(self, state: Tensor) -> dict[str, Tensor]:
         """Every stage by name, as `ChunkedRows.run`."""
         stored, merge, kept = self.stored, self.model.merge, self.model.state

@@ -1,6 +1,7 @@
 """Authority on the trial of one mutant: which problems it is held against, and which layer of a check gave it away."""
 
 import contextlib
+import functools
 import re
 import subprocess
 import sys
@@ -41,11 +42,16 @@ LIKELY_FORMS = {
 
 
 def held_against(mutant: Mutant, seed: int, device: str) -> Iterator[Task]:
-    """The problems of a trial: all of the families likeliest to show the fault, then the others, family by turns."""
+    """The problems of a trial: all of the families likeliest to show the fault, then the others, family by turns.
+
+    Of each what `kda check` would ask of the route.
+    """
+    route = own_subject().route(mutant.route, mutant.entry)
+    asked = functools.partial(tasks_of, route.id, route.entry, nearest=route.nearest, own_chunk=route.spec.chunk)
     able = [f for f in FAMILIES if drawn_for(mutant.entry) in f.entries and not f.gpu_only]
     likely = sorted((f for f in able if f.name in mutant.families), key=lambda f: mutant.families.index(f.name))
     for group in ([*likely], [f for f in able if f not in likely]):
-        queues = [tasks_of(mutant.route, mutant.entry, family, GENERATED, seed, device) for family in group]
+        queues = [asked(family, GENERATED, seed, device) for family in group]
         for turn in zip_longest(*queues):
             yield from (task for task in turn if task is not None)
 

@@ -428,18 +428,26 @@ NORMALISED = replace(
     **{"lengths": (20,), "K": 16, "V": 16, "g": "gauss", "gate": "softplus", "A_log": "gauss", "dt_bias": "gauss"},
     **{"beta": "gauss", "beta_sigmoid": True, "seed": 2},
 )
+ACROSS = replace(
+    ROUNDED,
+    **{"lengths": (17,), "K": 64, "V": 64, "q": "unit", "k": "unit", "l2norm": False, "beta": "uniform", "g": "gauss"},
+    **{"gate": "lower_bound", "lower_bound": -5.0, "A_log": "gauss", "dt_bias": "gauss", "seed": 0},
+)
 SHORT = replace(ROUNDED, lengths=(2,), K=64, V=64, g="mild", beta="uniform", seed=1)
 
 
 @pytest.mark.parametrize(
     "problem, unsaid, wrong",
     [
-        pytest.param(SHORT, "kept", {"dg"}, id="states_in_memory"),
-        pytest.param(NORMALISED, "qk_norm", {"o", "dv", "dbeta"}, id="normalised_keys"),
+        pytest.param(SHORT, ("kept", "kept_product"), {"dg"}, id="states_in_memory"),
+        pytest.param(NORMALISED, ("qk_norm",), {"o", "dv", "dbeta"}, id="normalised_keys"),
+        pytest.param(ACROSS, ("scaled_key",), {"dg"}, id="keys_times_beta"),
     ],
 )
 def test_what_fla_stores_in_the_dtype_of_the_call_is_declared(problem, unsaid, wrong):
-    """Its chunk kernels keep normalised q and k in that dtype, and the states that gradients of gates are made of."""
+    """Its chunk kernels keep normalised q and k in that dtype, the states that gradients of gates are made of and their
+    products, and beta k, from which the gradients of keys in earlier blocks come.
+    """
     case = materialise(problem, "cpu")
     spec = foreign_specs()["chunk-unbounded"].of_call(64, "ieee")
     stored = {name: resolved(fmt, case.inputs) for name, fmt in spec.stages.items()}
@@ -448,7 +456,7 @@ def test_what_fla_stores_in_the_dtype_of_the_call_is_declared(problem, unsaid, w
     returned = {name: x.reshape(exact[name].shape).float() for name, x in made.items()}
     for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
         returned[name] = returned[name].bfloat16()
-    silent = replace(spec, stages={name: fmt for name, fmt in spec.stages.items() if name != unsaid})
+    silent = replace(spec, stages={name: fmt for name, fmt in spec.stages.items() if name not in unsaid})
     found = [judge(case.inputs, case.options, returned, entry="chunk", spec=said) for said in (spec, silent)]
     assert {v.quantity for v in found[0] if v.klass != "OK"} == set()
     assert {v.quantity for v in found[1] if v.klass == "BUG"} >= wrong

@@ -4,9 +4,12 @@ import json
 
 import pytest
 
+from harness.check import plan
 from harness.cli import main
 from harness.mutants import MUTANTS, campaign, command
 from harness.mutants.mutant import KINDS, SOURCES, Mutant, Patch, Trial
+from harness.mutants.trial import GENERATED, held_against
+from harness.subject import own_subject
 
 SAMPLE = (
     "gate-bound-by-clamping",
@@ -52,6 +55,17 @@ def test_patch_refuses_anything_but_one_place(before, within, message):
 def test_patch_within_a_function_leaves_the_others():
     text = "def f():\n    a = 1\n\n\ndef g():\n    a = 1\n"
     assert Patch("file.py", "a = 1", "a = 3", "g").apply(text) == "def f():\n    a = 1\n\n\ndef g():\n    a = 3\n"
+
+
+@pytest.mark.parametrize(
+    "route, longest",
+    [("fused-safe_gate", 1024), ("segment_parallel-unbounded", 1024), ("chunk-unbounded", 2053)],
+)
+def test_a_trial_asks_what_a_check_asks_and_no_longer_example(route, longest):
+    mutant = next(mutant for mutant in MUTANTS if mutant.route == route)
+    asked = {task.problem for task in held_against(mutant, seed=0, device="cpu")}
+    assert asked >= {task.problem for task in plan(own_subject(), GENERATED, route, "*", "cpu", seed=0)}
+    assert max(sum(problem.lengths) for problem in asked) == longest
 
 
 def test_sample_is_caught():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from oracle import recurrence
 from oracle.recurrence import FP32, LIVE_STATES, Rows, Stages, backward, forward, segment_length
 from oracle.rounding import EXACT, RandomGrids, Rounding, ToFormat, round_to
 
@@ -153,6 +154,25 @@ def test_live_states_grow_with_the_root_of_T(T):
     inputs = (8 + 4) * T  # sixty-fourths of a state: q, k, decays and the outputs, about a dozen vectors a token
     assert live.peak / 64**2 <= LIVE_STATES * segment_length(T) + inputs / 64 + 8
     assert live.peak / 64**2 > segment_length(T)
+
+
+@pytest.mark.parametrize("every", [None, 1, 4, 40])
+@pytest.mark.parametrize(
+    "stages", [FP32, Stages(update="bf16"), Stages(state="bf16", carried="bf16")], ids=["fp32", "update", "carried"]
+)
+def test_states_of_all_tokens_give_what_checkpoints_give(stages, every):
+    x, do, dstate = rows(T=19, K=16, V=8, unit=True)
+    x, room, every = replicated(x, 6), recurrence.Room(reused=True), every or segment_length(19)
+    for first, last in ((0, 1), (1, 4), (4, 6)):
+        some, grids = x.some(first, last), RandomGrids(6, 3).some(first, last)
+        expected = both(some, do, dstate, rounding=grids, stages=stages, every=every)
+        kept = forward(some, 0.5, grids, stages, every)[2]
+        o, state, states, gradients = recurrence.both(some, 0.5, do, dstate, grids, stages, every, True, room)
+        got = {"o": o, "ht": state, **gradients}
+        assert got.keys() == expected.keys() and all(torch.equal(a, b) for a, b in zip(states, kept, strict=True))
+        for name, value in expected.items():
+            assert_close(got[name], value, name)
+            assert name in ("o", "dq") or torch.equal(got[name], value), name
 
 
 def resets(T=12):

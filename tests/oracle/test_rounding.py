@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from oracle import rounding
 from oracle.rounding import EXACT, PRECISION_BITS, RandomGrids, ToFormat, round_to
 
 ODD_REPLICAS = [m for m in range(16) if m % 4]
@@ -170,6 +171,45 @@ def test_offsets_of_large_tensors_repeat_at_no_stride():
     seeds = [s for s in range(20) if RandomGrids(2, s).round("a", x, "bf16")[1].unique().numel() > 1]
     rounded = RandomGrids(2, seeds[0]).round("a", x, "bf16")[1]
     assert seeds and all(not torch.equal(rounded[0], rounded[i]) for i in range(1, 4))
+
+
+LARGE = torch.randn(5, 3, 50, 700, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+LAYOUTS = {"plain": LARGE, "turned": LARGE.mT, "spread": LARGE[:, :, :1].expand_as(LARGE)}
+
+
+@pytest.fixture
+def untiled(monkeypatch):
+    return lambda: monkeypatch.setattr(rounding, "TILE", 2**40)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("fmt", ["fp32", "tf32", "tf32_rn", "fp16", "bf16"])
+class TestTiles:
+    """Larger than two tiles, and than a run of offsets, which no size here divides."""
+
+    def test_are_the_numbers_of_the_whole(self, fmt, layout, untiled):
+        x = LAYOUTS[layout]
+        assert x.numel() >= 2 * rounding.TILE and x[0].numel() > rounding.OFFSETS
+        tiled = [RandomGrids(8, 7).some(*span).round("a", x, fmt) for span in ((0, 5), (3, 8))]
+        untiled()
+        for one, span in zip(tiled, ((0, 5), (3, 8))):
+            whole = RandomGrids(8, 7).some(*span).round("a", x, fmt)
+            assert torch.equal(one, whole) and one.stride() == whole.stride()
+
+    def test_add_up_to_the_numbers_of_the_whole(self, fmt, layout, untiled):
+        x, bits = LAYOUTS[layout].clone(), PRECISION_BITS[fmt]
+        tiled = [RandomGrids(5, 7).accumulate("a", y, x.abs(), bits) for y in (x, x.clone().requires_grad_())]
+        untiled()
+        whole = RandomGrids(5, 7).accumulate("a", x, x.abs(), bits)
+        assert all(torch.equal(one, whole) for one in tiled) and tiled[1].requires_grad
+
+
+def test_sites_draw_one_stream_whatever_is_asked_first():
+    small, large = torch.randn(4, 30, dtype=torch.float64), torch.randn(4, 500, dtype=torch.float64)
+    for seed in range(8):
+        first, second = RandomGrids(4, seed), RandomGrids(4, seed)
+        a, b = first.round("a", small, "bf16"), first.round("a", large, "bf16")
+        assert torch.equal(second.round("a", large, "bf16"), b) and torch.equal(second.round("a", small, "bf16"), a)
 
 
 def test_fp64_is_the_identity():

@@ -1,15 +1,17 @@
 """Authority on the chunkwise algorithm: exact, it is the recurrence; stages are what they say; formats count."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from oracle.operator import Options, evaluate
 from oracle.recurrence import LOG2E, Rows
 from oracle.rounding import RandomGrids, ToFormat, round_to
-from oracle.stages import ChunkModel, evaluate_chunk, forward_stages
+from oracle.stages import ChunkModel, chunked, evaluate_chunk, forward_stages
 
 FP32 = dict.fromkeys(("operand", "intra", "merge", "stored_inverse", "state"), "fp32")
 
@@ -112,6 +114,19 @@ def test_pieces_round_from_the_second_on():
     error = (cut["o"] - whole["o"]).abs().amax((0, 1, 3, 4))
     assert bool((error[:16] == 0).all()) and bool((error[16:] > 1e-6).all())
     assert float((cut["dh0"] - whole["dh0"]).abs().max()) > 1e-6
+
+
+@pytest.mark.parametrize("form", ["wy", "residual", "solved", "stored"])
+def test_wider_rows_share_matrices_and_end_in_the_same_state(form):
+    model, x = ChunkModel(chunk=16, form=form), rows(problem(40, V=3))
+    x = Rows(*(getattr(x, name).expand(4, *getattr(x, name).shape[1:]) for name in x.__dataclass_fields__))
+    state = torch.cat([x.state, x.state.roll(1, -2)], -1)
+    wide = replace(x, v=F.pad(x.v, (0, 3)), state=state)
+    traced = chunked(x, x.g, 0.5, model, RandomGrids(4, 1))
+    expected = forward_stages(wide, 0.5, model, RandomGrids(4, 1))["state"]
+    assert torch.equal(traced.widened(3).last_state(state), expected)
+    own = forward_stages(x, 0.5, model, RandomGrids(4, 1))
+    assert all(torch.equal(value, own[name]) for name, value in traced.run(x.state).items())
 
 
 @pytest.mark.parametrize("segment", [0, 8, 24])
