@@ -12,9 +12,9 @@ from harness.part import CONFIRMING, resolved
 from harness.problem import Case, Problem
 from harness.variants import Variant
 from kda.precision import PrecisionSpec
+from oracle.chunk_model import ChunkModel
 from oracle.envelope import FLOOR, LIMITS, pooled_sigma, rms
 from oracle.rounding import EXACT, PRECISION_BITS, RandomGrids
-from oracle.stages import ChunkModel
 from oracle.trace import BACKWARD, FORWARD, OF_PIECES, PLACES, WITHOUT_TOKENS, places, trace_stages
 
 # Two pairs of stages take turns, chunk after chunk, the second pair backwards.

@@ -6,11 +6,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from oracle.chunk_model import ChunkModel
 from oracle.operator import Formats, Inputs, Options, evaluate
 from oracle.packing import Layout
 from oracle.recurrence import Rows
 from oracle.rounding import EXACT, Rounding
-from oracle.stages import ChunkedRows, ChunkModel, chunked, finite_gate
+from oracle.stages import ChunkedRows, chunked, finite_gate
 
 # In the order of computation. Of places, exact whole numbers; of pieces, where a route cuts sequences.
 PLACES = ("offsets", "chunk_offsets", "chunk_rows", "chunk_counts")

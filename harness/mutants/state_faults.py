@@ -9,7 +9,10 @@ SCAN, SCAN_BACK = "kda_chunk_state_fwd_kernel", "kda_chunk_state_bwd_kernel"
 READ, READ_BACK, INTER = "kda_chunk_output_fwd_kernel", "kda_chunk_output_bwd_kernel", "kda_chunk_inter_bwd_kernel"
 _chunk = partial(Mutant, route="chunk-unbounded", entry="chunk", families=("generic", "ragged"))
 _state, _output = partial(Patch, STATE), partial(Patch, OUTPUT)
-UPDATE = "b_S = decay_state(b_S, b_a) + product(b_k, b_v, DOT)"
+NEXT, EARLIER = "next_state", "earlier_state"
+DECAYED = "decay_state(b_S, tl.load(p_a + o_k, mask=m_k, other=0.0))"
+UPDATE = f"{DECAYED} + product(b_k, b_v, DOT)"
+OF_CHUNK = "tl.load(decay + i_sv * K + o_k, mask=m_k, other=0.0)"
 V_FIRST = "o_S = o_v[None, :] * K + o_k[:, None] if V_FIRST else o_k[:, None] * V + o_v[None, :]"
 K_FIRST = "o_S = o_k[:, None] * V + o_v[None, :]"
 
@@ -18,26 +21,26 @@ MUTANTS = (
         "state-bf16",
         "precision",
         "the carried state is rounded to bf16",
-        (_state(UPDATE, f"b_S = ({UPDATE.removeprefix('b_S = ')}).to(tl.bfloat16).to(tl.float32)"),),
+        (_state(UPDATE, f"({UPDATE}).to(tl.bfloat16).to(tl.float32)", NEXT),),
         families=("slow_decay", "dyadic", "reported"),
     ),
     _chunk(
         "state-kept-decayed",
         "formula",
         "states are kept after their chunk's decay",
-        (_state("tl.store(h + i_sv * K * V + o_S, b_S,", "tl.store(h + i_sv * K * V + o_S, decay_state(b_S, b_a),"),),
+        (_state("h + i_sv * K * V + o_S, b_S,", f"h + i_sv * K * V + o_S, decay_state(b_S, {OF_CHUNK}),", SCAN),),
     ),
     _chunk(
         "state-not-decayed",
         "formula",
         "a chunk's decay is left out where states are carried",
-        (_state(UPDATE, "b_S = b_S + product(b_k, b_v, DOT)"),),
+        (_state(DECAYED, "b_S", NEXT),),
     ),
     _chunk(
         "state-reset-by-product",
         "mask",
         "a chunk that resets multiplies the state by 0 instead of replacing it",
-        (_state(UPDATE, "b_S = b_a[:, None] * b_S + product(b_k, b_v, DOT)"),),
+        (_state(DECAYED, "tl.load(p_a + o_k, mask=m_k, other=0.0)[:, None] * b_S", NEXT),),
         limit="states of legal calls are finite: seen once a state has overflowed (values near 1e38) before a reset",
     ),
     _chunk(
@@ -50,7 +53,7 @@ MUTANTS = (
         "state-initial-of-head-0",
         "head",
         "every head starts from the state of head 0",
-        (_state("tl.load(h0 + (i_n * HV + i_hv) * K * V", "tl.load(h0 + (i_n * HV) * K * V"),),
+        (_state("load_state(h0 + i_S, o_S,", "load_state(h0 + i_n * HV * K * V, o_S,", SCAN),),
     ),
     _chunk(
         "state-last-chunk-unmasked",
@@ -75,22 +78,41 @@ MUTANTS = (
         "8 GiB, more than a test's share of memory",
     ),
     _chunk(
+        "state-halves-alike",
+        "layout",
+        "of more than 128 rows the second half starts where the first one does",
+        (_state("o_S1 = o_S + (BK if V_FIRST else BK * V)", "o_S1 = o_S + (BK if V_FIRST else 0)", SCAN),),
+        families=("shapes",),
+    ),
+    _chunk(
+        "state-backward-half-lost",
+        "missing_gradient",
+        "of more than 128 rows dv lacks what the second half gives",
+        (
+            _state(
+                "b_kdS += times_state(p_k + BK, o_tk, m_t[:, None] & m_k1[None, :], b_dS1, DOT)",
+                "b_kdS += 0.0 * times_state(p_k + BK, o_tk, m_t[:, None] & m_k1[None, :], b_dS1, DOT)",
+            ),
+        ),
+        families=("shapes",),
+    ),
+    _chunk(
         "state-backward-loss",
         "missing_gradient",
         "the incoming gradient of the final state is dropped",
-        (_state("b_dS += tl.load(dht", "b_dS += 0.0 * tl.load(dht"),),
+        (_state("b_dS += load_state(dht", "b_dS += 0.0 * load_state(dht", SCAN_BACK),),
     ),
     _chunk(
         "state-backward-w",
         "missing_gradient",
         "the gradient of the state lacks the path through w",
-        (_state(" - product(b_w, operand(b_dv, DOT), DOT)", "", SCAN_BACK),),
+        (_state(" - product(b_w, b_dv, DOT)", "", EARLIER),),
     ),
     _chunk(
         "state-backward-scale",
         "formula",
         "the gradient of the state lacks the scale",
-        (_state("+ scale * product(b_q, b_do, DOT)", "+ product(b_q, b_do, DOT)", SCAN_BACK),),
+        (_state("+ scale * product(b_q, b_do, DOT)", "+ product(b_q, b_do, DOT)", EARLIER),),
     ),
     _chunk(
         "state-backward-kept-late",
@@ -98,7 +120,7 @@ MUTANTS = (
         "the gradient of the state is kept after its chunk's decay",
         (
             _state(
-                "tl.store(dh + i_sv * K * V + o_S, b_dS,", "tl.store(dh + i_sv * K * V + o_S, decay_state(b_dS, b_a),"
+                "dh + i_sv * K * V + o_S, b_dS,", f"dh + i_sv * K * V + o_S, decay_state(b_dS, {OF_CHUNK}),", SCAN_BACK
             ),
         ),
     ),

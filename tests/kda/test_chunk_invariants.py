@@ -18,10 +18,11 @@ from kda.chunk_index import ChunkIndex
 from kda.chunk_stages import chunk_stages
 from kda.chunk_tiles import operand
 from kda.contract import Call
+from oracle.chunk_model import ChunkModel
 from oracle.operator import evaluate
 from oracle.recurrence import Rows
 from oracle.rounding import ToFormat
-from oracle.stages import ChunkModel, evaluate_chunk, forward_stages
+from oracle.stages import evaluate_chunk, forward_stages
 
 INTERPRETED = triton.knobs.runtime.interpret
 BOTH = pytest.mark.parametrize("route", PRECISION)

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from oracle.chunk_model import ChunkModel
 from oracle.operator import Options, evaluate
 from oracle.recurrence import LOG2E, Rows
 from oracle.rounding import RandomGrids, ToFormat, round_to
-from oracle.stages import ChunkModel, chunked, evaluate_chunk, forward_stages
+from oracle.stages import chunked, evaluate_chunk, forward_stages
 
 FP32 = dict.fromkeys(("operand", "intra", "merge", "stored_inverse", "state"), "fp32")
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from harness.problem import Problem, materialise
+from oracle.chunk_model import ChunkModel
 from oracle.operator import evaluate
 from oracle.rounding import RandomGrids
-from oracle.stages import ChunkModel
 from oracle.trace import BACKWARD, FORWARD, FUSED, OF_PIECES, places, trace_stages
 
 RANDOM = {"q": "unit", "v": "gauss", "g": "mild", "beta": "uniform", "h0": "gauss", "do": "gauss", "dht": "gauss"}
