@@ -26,8 +26,8 @@ def spread(x: torch.Tensor) -> torch.Tensor:
     return wide[..., 1]
 
 
-def shown(route: str, problem: Problem, form=lambda x: x) -> dict[str, torch.Tensor]:
-    case = materialise(problem)
+def shown(route: str, problem: Problem, device: str, form=lambda x: x) -> dict[str, torch.Tensor]:
+    case = materialise(problem, device)
     tensors = {name: case.inputs.get(name) for name in DIFFERENTIABLE}
     tensors = {name: None if x is None else form(x) for name, x in tensors.items()}
     words = keywords(case, "chunk") | {"scale": contract.default_scale(tensors["q"], problem.scale)}
@@ -37,36 +37,36 @@ def shown(route: str, problem: Problem, form=lambda x: x) -> dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("route", LOOKED_INTO)
-def test_stages_of_strided_tensors_are_those_of_dense_ones(route):
-    dense, strided = shown(route, LOOKED_INTO[route]), shown(route, LOOKED_INTO[route], spread)
+def test_stages_of_strided_tensors_are_those_of_dense_ones(route, device):
+    dense, strided = (shown(route, LOOKED_INTO[route], device, *form) for form in ((), (spread,)))
     assert {name for name, x in dense.items() if x is not None and not torch.equal(x, strided[name])} == set()
     assert {"states", "dh", "o", "q"} <= set(dense)
 
 
-def test_stages_of_an_expanded_gradient_are_those_of_a_dense_one():
+def test_stages_of_an_expanded_gradient_are_those_of_a_dense_one(device):
     """What the sum of o sends back: one number for all."""
-    x = materialise(replace(PLAIN, packed=False, lengths=(36, 36), tail=0)).inputs
+    x = materialise(replace(PLAIN, packed=False, lengths=(36, 36), tail=0), device).inputs
     given = Call("chunk", *(x[name] for name in ("q", "k", "v", "g", "beta")), scale=0.5)
-    one = torch.ones(()).expand(x["v"].shape)
+    one = torch.ones((), device=device).expand(x["v"].shape)
     expanded, dense = (chunk_stages(given, "chunk-unbounded", do=do) for do in (one, one.contiguous()))
     assert {name for name, got in dense.items() if got is not None and not torch.equal(got, expanded[name])} == set()
 
 
 @pytest.mark.parametrize("route", LOOKED_INTO)
-def test_states_are_k_first_in_a_trace_and_the_callers_in_its_stages(route):
+def test_states_are_k_first_in_a_trace_and_the_callers_in_its_stages(route, device):
     k_first, v_first = (replace(LOOKED_INTO[route], v_first=first) for first in (False, True))
     with trace.traced() as found:
-        mine = shown(route, v_first)
-    case = materialise(v_first)
+        mine = shown(route, v_first, device)
+    case = materialise(v_first, device)
     first = case.inputs["initial_state"].float()
     assert torch.allclose(mine["states"][0], first[0], rtol=2**-7)
     assert torch.equal(found["states"], mine["states"].mT)
-    assert shown(route, k_first)["states"].shape == mine["states"].shape
+    assert shown(route, k_first, device)["states"].shape == mine["states"].shape
 
 
 @pytest.mark.parametrize("route", [*LOOKED_INTO, "recurrent"])
-def test_a_call_shows_forward_and_backward_stages_where_it_has_any_and_nothing_to_nobody(route):
-    made, case = own_subject().route(route, "chunk"), materialise(LOOKED_INTO.get(route, PLAIN))
+def test_a_call_shows_forward_and_backward_stages_where_it_has_any_and_nothing_to_nobody(route, device):
+    made, case = own_subject().route(route, "chunk"), materialise(LOOKED_INTO.get(route, PLAIN), device)
     with trace.traced() as found:
         assert trace.is_open()
         call(made, case)
