@@ -1,7 +1,6 @@
 """Authority on `kda calibrate`: which problems it draws, how it keeps what it has seen, and when it has seen enough."""
 
 import argparse
-import fnmatch
 import itertools
 import re
 import time
@@ -20,6 +19,7 @@ from harness.counterexample import prepared
 from harness.crew import Crew, Job, Settings, processes
 from harness.families import FAMILIES, Family
 from harness.fitting import drawn_for, fitted
+from harness.globs import matches
 from harness.problem import Problem
 from harness.results import FAILURES, Finding, Report
 from harness.runner import Checked, Runner
@@ -112,9 +112,9 @@ class _Choice:
         queues = [
             [Task(route.id, family.name, problem) for problem in self._problems(route, family, number, fresh)]
             for family in FAMILIES
-            if fnmatch.fnmatch(family.name, self.families) and not family.gpu_only
+            if matches(family.name, self.families) and not family.gpu_only
             for route in self.subject.routes
-            if fnmatch.fnmatch(route.id, self.routes) and drawn_for(route.entry) in family.entries
+            if matches(route.id, self.routes) and drawn_for(route.entry) in family.entries
         ]
         # By turns, so that a round that is cut short has seen every family.
         return [task for turn in itertools.zip_longest(*queues) for task in turn if task is not None]

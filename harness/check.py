@@ -1,6 +1,5 @@
 """Authority on `kda check`: which problems a subject is held against, in what order, and what counts as checked."""
 
-import fnmatch
 import functools
 import itertools
 import time
@@ -21,6 +20,7 @@ from harness.driven import Driver, driven
 from harness.families import FAMILIES, Family
 from harness.fitting import drawn_for, fitted
 from harness.fleet import Replay
+from harness.globs import matches
 from harness.isolate import StorageError
 from harness.journal import Journal
 from harness.minimise import minimise
@@ -117,10 +117,10 @@ def plan(
     """
     queues = []
     for route in subject.routes:
-        if not fnmatch.fnmatch(route.id, routes):
+        if not matches(route.id, routes):
             continue
         for family in FAMILIES:
-            if not fnmatch.fnmatch(family.name, families) or not _asked(subject, route, family, device):
+            if not matches(family.name, families) or not _asked(subject, route, family, device):
                 continue
             tasks = tasks_of(route.id, route.entry, family, profile, seed, device, route.nearest, route.spec.chunk)
             queues.append(list(dict.fromkeys(_held_to(shape, task) for task in tasks)))
@@ -189,7 +189,7 @@ def searches(
     made: dict[tuple[str, str, str], Driver[Task]] = {}
     for route in subject.routes if profile.driven else ():
         for family in FAMILIES:
-            asked = fnmatch.fnmatch(route.id, routes) and fnmatch.fnmatch(family.name, families)
+            asked = matches(route.id, routes) and matches(family.name, families)
             if not asked or family.gpu_only or not _asked(subject, route, family, device):
                 continue
 

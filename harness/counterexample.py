@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import fnmatch
 import functools
 import math
 import os
@@ -16,6 +15,7 @@ from rich.table import Table
 from harness import interpreter, options, results
 from harness.call import Route
 from harness.diagnose import diagnose
+from harness.globs import matches
 from harness.minimise import minimise
 from harness.problem import Problem, streams
 from harness.report import folder
@@ -139,7 +139,7 @@ def _runner(arguments: argparse.Namespace, subject: Subject, device: str, name: 
 
 
 def _routes(arguments: argparse.Namespace, subject: Subject, problem: Problem) -> list[Route]:
-    found = [r for r in subject.routes if r.entry == problem.entry and fnmatch.fnmatch(r.id, arguments.routes)]
+    found = [r for r in subject.routes if r.entry == problem.entry and matches(r.id, arguments.routes)]
     if not found:
         there = ", ".join(r.id for r in subject.routes if r.entry == problem.entry) or "none"
         raise ValueError(

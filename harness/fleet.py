@@ -1,6 +1,5 @@
 """Authority on what the runners of a fleet share: problems that failed anywhere, in databases that outlive a run."""
 
-import fnmatch
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from hypothesis.database import (
     ReadOnlyDatabase,
 )
 
+from harness.globs import matches
 from harness.problem import Problem
 from harness.results import Finding
 from harness.subject import Subject
@@ -138,7 +138,7 @@ class Fleet:
         return [
             text
             for route in subject.routes
-            if fnmatch.fnmatch(route.id, routes)
+            if matches(route.id, routes)
             for text in self._known(_key(subject.name, route.id, route.entry), route.id, route.entry)
         ]
 

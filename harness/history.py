@@ -1,7 +1,6 @@
 """Authority on `kda history`: what got better or worse from run to run, and between which versions it did."""
 
 import argparse
-import fnmatch
 import itertools
 import json
 from collections import defaultdict
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import options
+from harness.globs import matches
 from harness.results import RESULTS
 from harness.terminal import FINDING, INCOMPLETE, OK, say
 from harness.verdict import SEVERITY
@@ -127,12 +127,12 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         say(console, line, "yellow")
     compared, worse = 0, 0
     for (subject, place), group in by_place(runs).items():
-        if not fnmatch.fnmatch(subject, arguments.subject):
+        if not matches(subject, arguments.subject):
             continue
         found = [
             change
             for change in changes(group)
-            if fnmatch.fnmatch(change.key[0], arguments.routes) and fnmatch.fnmatch(change.key[2], arguments.families)
+            if matches(change.key[0], arguments.routes) and matches(change.key[2], arguments.families)
         ]
         compared += len(group) > 1
         worse += sum(change.verdict == "worse" for change in found)

@@ -1,12 +1,12 @@
 """Authority on what is timed: named problems in the shapes of real models, and how their tensors are made quickly."""
 
-import fnmatch
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from harness.globs import matches
 from harness.problem import Case, Problem, materialise
 
 MODES = ("forward", "forward_backward")
@@ -112,7 +112,7 @@ CASES: Mapping[str, Problem] = {
 
 def select(glob: str) -> dict[str, Problem]:
     """The cases whose name matches, in order; ValueError if none does."""
-    chosen = {name: problem for name, problem in CASES.items() if fnmatch.fnmatch(name, glob)}
+    chosen = {name: problem for name, problem in CASES.items() if matches(name, glob)}
     if not chosen:
         raise ValueError(f"cases is {glob!r}; it must match one of {', '.join(CASES)}")
     return chosen

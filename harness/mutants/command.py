@@ -1,7 +1,6 @@
 """Authority on `kda mutants`: what it tries, what it prints, and when it is content."""
 
 import argparse
-import fnmatch
 import json
 from dataclasses import asdict
 
@@ -9,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import options, results
+from harness.globs import matches
 from harness.likeness import book
 from harness.mutants.campaign import campaign
 from harness.mutants.catalogue import MUTANTS
@@ -21,7 +21,7 @@ RIGHT, SURVIVOR, INCOMPLETE = 0, 1, 3
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """0: every selected mutant is caught, or is a known limit. 1: one survived. 3: not all were tried."""
     glob = arguments.mutants
-    chosen = [m for m in MUTANTS if fnmatch.fnmatch(m.id, glob) or fnmatch.fnmatch(m.kind, glob)]
+    chosen = [m for m in MUTANTS if matches(m.id, glob) or matches(m.kind, glob)]
     if not chosen:
         raise ValueError(f"mutants is {glob!r}; it must match an id or a kind")
     if arguments.signatures:

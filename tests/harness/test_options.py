@@ -5,6 +5,7 @@ import argparse
 import pytest
 
 from harness import options
+from harness.globs import matches
 from harness.profiles import PROFILES
 
 
@@ -33,6 +34,19 @@ def test_nonsense_is_refused_by_name(parse, text):
         argparse.ArgumentTypeError, match=f"{'budget' if parse is options.seconds else parse.__name__} is"
     ):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    "globs, chosen",
+    [
+        ("*", {"ragged", "shapes", "long_decay"}),
+        ("ragged", {"ragged"}),
+        ("ragg*, shapes", {"ragged", "shapes"}),
+        ("", set()),
+    ],
+)
+def test_names_are_selected_by_one_glob_or_several(globs, chosen):
+    assert {name for name in ("ragged", "shapes") if matches(name, globs)} == chosen
 
 
 def test_defaults_of_the_command():
