@@ -64,5 +64,7 @@ def by_chunk(name: str, x: Tensor, counts: Tensor) -> Tensor:
 def by_token(name: str, x: Tensor, rows: Tensor, counts: Tensor, chunk: int) -> Tensor:
     """The same of a stage `[B, T, HV, D]`; `rows` `[slots]`: first row of each chunk in the flattened batch."""
     step = torch.arange(chunk, device=x.device)
-    place = torch.where(step < counts[:, None], rows[:, None] + step, 0)
-    return by_chunk(name, x.flatten(0, 1)[place].transpose(1, 2), counts)
+    inside = step < counts[:, None]
+    cut = x.new_zeros(*inside.shape, *x.shape[2:])
+    cut[inside] = x.flatten(0, 1)[(rows[:, None] + step)[inside]]
+    return by_chunk(name, cut.transpose(1, 2), counts)

@@ -78,6 +78,13 @@ def test_a_call_shows_forward_and_backward_stages_where_it_has_any_and_nothing_t
     assert wanted <= found.keys()
 
 
+@pytest.mark.parametrize("route", LOOKED_INTO)
+def test_sequences_without_tokens_have_stages_without_a_number(route, device):
+    found = shown(route, replace(LOOKED_INTO[route], lengths=(0, 0), tail=0), device)
+    assert {"states", "dh"} <= found.keys()
+    assert not any(bool(x.any()) for name, x in found.items() if name in ("A_qk", "w", "states", "dh"))
+
+
 def test_what_is_shown_is_a_copy_and_the_last_one_stays():
     x = torch.zeros(2)
     with trace.traced() as outer, trace.traced() as inner:
