@@ -215,8 +215,8 @@ def _repair_loops() -> None:
 
     def visit_for(self, node):
         node = self.generic_visit(node)
-        counter = getattr(node.target, "id", None)
-        counts = isinstance(node.iter, ast.Call) and getattr(node.iter.func, "id", None) == "range"
+        counter, ranges = getattr(node.target, "id", ""), getattr(node.iter, "func", None)
+        counts = "range" in (getattr(ranges, "id", ""), getattr(ranges, "attr", ""))  # range, tl.range
         owners = (n.value for part in node.body for n in ast.walk(part) if isinstance(n, ast.Attribute))
         if counts and any(getattr(owner, "id", None) == counter for owner in owners):
             node.body[:0] = ast.parse(f"{counter} = interpreter_semantic.to_tensor({counter}, False)").body
@@ -273,12 +273,12 @@ def _patch_language_once() -> None:
 
     before = {id(member): name for name, member in vars(tl).items() if tl.core.is_builtin(member)}
     stock._patch_lang(type(probe)(probe.__code__, {"tl": tl, "core": tl.core}))
-    nothing, seen = _Nothing(), set()
+    nothing, seen = _Nothing(), {}
 
     def patch_lang(function):
         names = function.__globals__
         if id(names) not in seen:
-            seen.add(id(names))
+            seen[id(names)] = names  # kept, so that no other module's are taken for them
             held = {name: before[id(value)] for name, value in names.items() if id(value) in before}
             names.update({name: getattr(tl, original) for name, original in held.items()})
         return nothing

@@ -148,6 +148,8 @@ def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
 def counting_kernel(y, N):
     for i in range(N):
         tl.store(y + i.to(tl.int64), i.to(tl.float32))
+    for i in tl.range(N, 2 * N):
+        tl.store(y + i.to(tl.int64), i.to(tl.float32))
 
 
 def test_bf16_store_rounds_to_nearest_even():
@@ -321,9 +323,9 @@ assert y.tolist() == [1, 1, -1, -1]
 
 
 def test_loop_counters_have_methods():
-    y = torch.zeros(3)
+    y = torch.zeros(6)
     counting_kernel[(1,)](y, 3)
-    assert y.tolist() == [0, 1, 2]
+    assert y.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("grid", [(16,), (4, 4), (2, 2, 4)], ids=str)
