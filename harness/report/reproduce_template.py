@@ -364,11 +364,14 @@ def is_wrong():
 
 def main():
     faulthandler.dump_traceback_later(SECONDS, exit=True)
+    there = False
     try:
+        kernel_and_context()  # first: a package that is not there is no crash, and its import no change by the call
+        there = True
         wrong = is_wrong()
     except Exception:
         traceback.print_exc()
-        if CLASS != "CRASH":
+        if not there or CLASS != "CRASH":
             print("the call does not run here: nothing is known of the fault")
             return 2
         wrong = True

@@ -277,10 +277,12 @@ def test_the_script_runs_kernels_that_only_a_repaired_interpreter_takes(tmp_path
     assert "o: 0 of 6 elements are over their tolerance\nthe fault is gone" in done.stdout
 
 
-def test_a_script_that_cannot_run_says_nothing_of_the_fault(leaky, tmp_path):
+@pytest.mark.parametrize("form", ["CLASS = 'BUG'", "CLASS = 'CRASH'", "CLASS, FORM = 'CRASH', 'watched'"])
+def test_a_script_that_cannot_run_says_nothing_of_the_fault(form, leaky, tmp_path):
     """A package without the function is no fault in it."""
     script = tmp_path / "reproduce.py"
-    script.write_text((leaky[1] / "reproduce.py").read_text().replace("leaky", "nowhere"))
+    text = (leaky[1] / "reproduce.py").read_text().replace("leaky", "nowhere")
+    script.write_text(text.replace("def main():", f"{form}\n\n\ndef main():"))
     done = reproduced(script)
     assert done.returncode == 2
     assert "nothing is known of the fault" in done.stdout and "nowhere" in done.stderr
