@@ -38,6 +38,14 @@ def resolved(fmt: str, inputs: Mapping[str, Tensor | None], precision: str = "ie
     return FORMAT_OF_DTYPE[inputs[SOURCES[fmt]].dtype] if fmt in SOURCES else fmt
 
 
+def formats_of(spec: PrecisionSpec, inputs: Mapping[str, Tensor | None], options: Options) -> dict[str, str]:
+    """The format of every stage that a PrecisionSpec declares, in a call with these tensors and options."""
+    formats = {stage: resolved(fmt, inputs, spec.precision) for stage, fmt in spec.stages.items()}
+    if options.use_beta_sigmoid_in_kernel:
+        formats.pop("scaled_key", None)  # of a beta in fp32
+    return formats
+
+
 @dataclass(frozen=True)
 class Call:
     """What was called, and by which rules it is judged."""
@@ -61,9 +69,7 @@ class Call:
             if self.entry == "gate":
                 return evaluate_gate(inputs, self.options, **given)
             spec = self.spec
-            formats = {stage: resolved(fmt, inputs, spec.precision) for stage, fmt in spec.stages.items()}
-            if self.options.use_beta_sigmoid_in_kernel:
-                formats.pop("scaled_key", None)  # of a beta in fp32
+            formats = formats_of(spec, inputs, self.options)
             if algorithm == "chunk":
                 form = {name: getattr(spec, name) for name in ("chunk", "diagonal", "inverse", "form", "segment")}
                 return evaluate_chunk(inputs, self.options, **given, formats=formats, **form)

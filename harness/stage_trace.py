@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from harness.agreement import Pair, pairs
-from harness.part import CONFIRMING, resolved
+from harness.part import CONFIRMING, formats_of
 from harness.problem import Case, Problem
 from harness.variants import Variant
 from kda.precision import PrecisionSpec
@@ -65,7 +65,7 @@ def chunk_of(spec: PrecisionSpec, problem: Problem) -> int:
 
 def _traced(case: Case, spec: PrecisionSpec, gradients: bool, seed: int) -> dict[str, tuple[Tensor, Tensor, str]]:
     """By stage what is exact, the replicas, and the format of the operands."""
-    formats = {stage: resolved(fmt, case.inputs, spec.precision) for stage, fmt in spec.stages.items()}
+    formats = formats_of(spec, case.inputs, case.options)
     model = ChunkModel.of(formats, spec.chunk, spec.diagonal, spec.inverse, spec.form, spec.segment)
     rounding = RandomGrids(LIMITS.screen, seed + CONFIRMING, case.inputs["g"].device)
     run = lambda by: trace_stages(case.inputs, case.options, model, gradients=gradients, rounding=by, formats=formats)  # noqa: E731

@@ -18,7 +18,7 @@ from harness.cli import main
 from harness.families import FAMILIES
 from harness.fitting import fitted
 from harness.foreign import foreign_specs, taken
-from harness.part import resolved
+from harness.part import formats_of
 from harness.problem import Edit, Problem, materialise
 from harness.profiles import Profile
 from harness.runner import Runner
@@ -450,7 +450,7 @@ def test_what_fla_stores_in_the_dtype_of_the_call_is_declared(problem, unsaid, w
     """
     case = materialise(problem, "cpu")
     spec = foreign_specs()["chunk-unbounded"].of_call(64, "ieee")
-    stored = {name: resolved(fmt, case.inputs) for name, fmt in spec.stages.items()}
+    stored = formats_of(spec, case.inputs, case.options)
     exact = evaluate(case.inputs, case.options)
     made = evaluate_chunk(case.inputs, case.options, rounding=ToFormat(), formats=stored, diagonal="pair")
     returned = {name: x.reshape(exact[name].shape).float() for name, x in made.items()}
@@ -460,3 +460,10 @@ def test_what_fla_stores_in_the_dtype_of_the_call_is_declared(problem, unsaid, w
     found = [judge(case.inputs, case.options, returned, entry="chunk", spec=said) for said in (spec, silent)]
     assert {v.quantity for v in found[0] if v.klass != "OK"} == set()
     assert {v.quantity for v in found[1] if v.klass == "BUG"} >= wrong
+
+
+@pytest.mark.parametrize("sigmoid, made_in", [(False, "bf16"), (True, None)], ids=["beta", "logits"])
+def test_keys_times_a_beta_that_the_kernel_makes_itself_are_not_rounded(sigmoid, made_in):
+    case = materialise(replace(ROUNDED, beta_sigmoid=sigmoid, beta="gauss" if sigmoid else "uniform"), "cpu")
+    spec = foreign_specs()["chunk-unbounded"].of_call(64, "ieee")
+    assert formats_of(spec, case.inputs, case.options).get("scaled_key") == made_in
