@@ -11,17 +11,16 @@ class ChunkModel:
     """Where a chunkwise kernel rounds.
 
     `operand`: the large products; `intra`: k.k and q.k; `pairs`: their gradients' products, as `intra` unless named;
-    `merge`: block merges of the inverse; `stored_inverse`: R in
-    memory; `state`: the carried state; `kept`: states and their gradients in memory, from where the gradients of the
-    gates between chunks come, and `kept_product` the products of the two; `scaled_key`: beta k, where it is formed for
-    the gradients of earlier keys in factored rows; `diagonal`: 'pair' (each exponent a difference
-    of cumulative gates), 'halving' (each the sum over its own range, which a reset elsewhere cannot spoil) or 'anchor'
-    (two factors around the block's first row); `apart`: i = j outside the anchored tile, and factors that are exact
-    where decays are; `inverse`: 'substitution' or 'neumann' (a half-precision
-    series). `form`: 'wy', with v_new = u - w S as above, or 'residual', which inverts I + A_kk b and applies it to
-    x = v - (k 2^G) S, [v_new / b | intra-chunk o] = [R | A_qk b R] x: b is among the keys instead. 'solved' is that
-    with y = R x stored, and A_qk b y. 'stored' keeps every step in `operand`: `oracle.stored_steps`. `segment`: tokens
-    of pieces whose states come from a chain, see NOTE [Pieces].
+    `merge`: block merges of the inverse; `stored_inverse`: R in memory; `state`: the carried state; `kept`: states and
+    their gradients in memory, from where the gradients of the gates between chunks come, and `kept_product` the
+    products of the two; `scaled_key`: beta k, where it is formed for the gradients of earlier keys in factored rows;
+    `diagonal`: 'pair' (each exponent a difference of cumulative gates), 'halving' (each the sum over its own range,
+    which a reset elsewhere cannot spoil) or 'anchor' (two factors around the block's first row); `apart`: i = j outside
+    the anchored tile, and factors that are exact where decays are; `inverse`: 'substitution' or 'neumann' (a
+    half-precision series). `form`: 'wy', with v_new = u - w S as above, or 'residual', which inverts I + A_kk b and
+    applies it to x = v - (k 2^G) S, [v_new / b | intra-chunk o] = [R | A_qk b R] x: b is among the keys instead.
+    'solved' is that with y = R x stored, and A_qk b y. 'stored' keeps every step in `operand`: `oracle.stored_steps`.
+    `segment`: tokens of pieces whose states come from a chain, see NOTE [Pieces].
     """
 
     chunk: int = 64

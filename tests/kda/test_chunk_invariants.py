@@ -259,3 +259,12 @@ def test_tf32_operands_round_to_nearest(device):
     y = torch.empty_like(x)
     round_to_tf32_kernel[(1,)](x, y, N=8)
     torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("v_first", [False, True], ids=["k_first", "v_first"])
+@pytest.mark.parametrize("K, dtype", [(129, "fp32"), (200, "fp16"), (256, "bf16")])
+def test_states_in_two_halves_are_right(K, dtype, v_first, device):
+    """NOTE [Halves of a state]: the second with rows to spare or none, across chunks and empty sequences."""
+    problem = replace(PACKED, lengths=(0, 33, 0, 2), group=1, K=K, V=3, dtype=dtype, v_first=v_first)
+    case = materialise(problem, device)
+    assert judged("chunk-unbounded", case, outputs("chunk-unbounded", case)) == []
