@@ -42,7 +42,8 @@ def sum_slots(route: str, partial: Tensor, total: bool = False) -> Tensor:
     out = partial.new_empty((HV,) if total else (HV, W))
     if HV:
         record.note(route, "kda_sum_slots_kernel", BS=SUM_SLOTS)
-        tile = {"BS": SUM_SLOTS, "BW": 1 << (W - 1).bit_length(), "TOTAL": total, "num_warps": 8 if W > 128 else 4}
+        tile = {"BS": SUM_SLOTS, "BW": 1 << (W - 1).bit_length(), "TOTAL": total}
+        tile["num_warps"] = 8 if W > 128 else 4  # with 4 a tile this wide spills
         relaunch.launch(kda_sum_slots_kernel, HV, (partial, out, slots, HV, W), tile)
     return out
 

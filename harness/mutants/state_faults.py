@@ -15,6 +15,7 @@ UPDATE = f"{DECAYED} + product(b_k, b_v, DOT)"
 OF_CHUNK = "tl.load(decay + i_sv * K + o_k, mask=m_k, other=0.0)"
 V_FIRST = "o_S = o_v[None, :] * K + o_k[:, None] if V_FIRST else o_k[:, None] * V + o_v[None, :]"
 K_FIRST = "o_S = o_k[:, None] * V + o_v[None, :]"
+HALVES = "tests/kda/test_chunk_invariants.py::test_states_in_two_halves_are_right"
 
 MUTANTS = (
     _chunk(
@@ -82,7 +83,7 @@ MUTANTS = (
         "layout",
         "of more than 128 rows the second half starts where the first one does",
         (_state("o_S1 = o_S + (BK if V_FIRST else BK * V)", "o_S1 = o_S + (BK if V_FIRST else 0)", SCAN),),
-        families=("shapes",),
+        tests=(HALVES,),
     ),
     _chunk(
         "state-backward-half-lost",
@@ -94,7 +95,7 @@ MUTANTS = (
                 "b_kdS += 0.0 * times_state(p_k + BK, o_tk, m_t[:, None] & m_k1[None, :], b_dS1, DOT)",
             ),
         ),
-        families=("shapes",),
+        tests=(HALVES,),
     ),
     _chunk(
         "state-backward-loss",
