@@ -97,7 +97,7 @@ _differentiable = attrgetter(*DIFFERENTIABLE)
 def detached(call: Call) -> tuple[Call, list[Tensor | None], bool]:
     """(the call on dense tensors without gradients, those tensors with theirs, whether any gradient is wanted)."""
     given = _differentiable(call)
-    tensors = [None if x is None else x.contiguous() for x in given]
+    tensors = [None if x is None else x.contiguous().resolve_neg() for x in given]  # `dense`, without its cost
     differentiable = any([x is not None and x.requires_grad for x in tensors])
     if differentiable or any(map(is_not, given, tensors)):  # spared where it would change nothing
         call = call.but(**dict(zip(DIFFERENTIABLE, [None if x is None else x.detach() for x in tensors])))

@@ -1,4 +1,6 @@
-"""Authority on what only the data of a call shows: indices that the host can read, and values if KDA_VALIDATE=1."""
+"""Authority on what only the data of a call shows: shared memory, indices that the host can read, and values if
+KDA_VALIDATE=1.
+"""
 
 import itertools
 import os
@@ -6,7 +8,9 @@ import os
 import torch
 from torch import Tensor
 
-from kda.contract import MAX_DECODE_TOKENS, SAFE_BOUND, Call, DecodeCall, GateCall, refuse
+from kda.contract import DIFFERENTIABLE, MAX_DECODE_TOKENS, SAFE_BOUND, Call, DecodeCall, GateCall, refuse
+
+READ_IN_DECODE = (*DIFFERENTIABLE, "slots", "num_accepted_tokens", "cu_seqlens")
 
 
 def check(call: Call | GateCall) -> None:
@@ -15,8 +19,10 @@ def check(call: Call | GateCall) -> None:
         _check_gate_values(call)
         return
     _check_offset_contents(call)
-    if isinstance(call, DecodeCall) and _readable(call.slots):
-        _check_slot_contents(call)
+    if isinstance(call, DecodeCall):
+        _check_pool_memory(call)
+        if _readable(call.slots):
+            _check_slot_contents(call)
     if _values_wanted():
         _check_values(call)
 
@@ -71,6 +77,24 @@ def _check_slot_contents(call: DecodeCall) -> None:
         for n, count in enumerate(call.num_accepted_tokens.tolist()):
             if not 1 <= count <= call.columns and bool((call.slots[n] >= 0).any()):
                 refuse(f"num_accepted_tokens[{n}]", count, f"in 1..{call.columns}, the columns of slots")
+
+
+def _end(x: Tensor) -> int:
+    """The address behind the last byte of a tensor."""
+    if x.is_contiguous():
+        return x.data_ptr() + x.numel() * x.element_size()
+    extent = 1 + sum([(size - 1) * stride for size, stride in zip(x.shape, x.stride())])
+    return x.data_ptr() + (extent * x.element_size() if x.numel() else 0)
+
+
+def _check_pool_memory(call: DecodeCall) -> None:
+    """What is read must not change in the middle of the call; memory between two slots counts as the pool's."""
+    begin, end = call.state_pool.data_ptr(), _end(call.state_pool)
+    arguments = call.__dict__
+    for name in READ_IN_DECODE:
+        x = arguments[name]
+        if x is not None and x.data_ptr() < end and begin < _end(x):
+            refuse(name, "in the memory of state_pool", "in memory of its own: the pool changes while it is read")
 
 
 def _live_tokens(call: Call) -> Tensor:

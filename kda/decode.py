@@ -102,7 +102,8 @@ def kda_decode(
 
     q, k, v, g, beta and the options as in `fused_recurrent_kda`, with T in 1..8; with cu_seqlens `[N + 1]` sequences of
     0 to 8 tokens in a batch of one (without, N = B). state_pool `[P, HV, K, V]` (`[P, HV, V, K]` with `state_v_first`)
-    holds one state a slot, fp32 or bf16, and is changed in place; slots may lie any distance apart, each one dense.
+    holds one state a slot, fp32 or bf16, and is changed in place; slots may lie any distance apart, each one dense. No
+    other argument may lie in its memory.
 
     slots, int32 or int64, says where states are. `[N]`: sequence b begins as the state in slot slots[b] and leaves its
     last one there. `[N, S]` with S in T..8: the state after token t goes to slot slots[b, t], and the sequence begins

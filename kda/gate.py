@@ -183,8 +183,8 @@ class _GateFunction(torch.autograd.Function):
 
 
 def dense(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Kernels address dense tensors; anything strided, expanded or offset is copied here."""
-    return None if x is None else x.contiguous()
+    """Kernels address dense tensors; anything strided, expanded, offset or negated by its view is copied here."""
+    return None if x is None else x.contiguous().resolve_neg()
 
 
 def _geometry(g: torch.Tensor, A_log, dt_bias, lower_bound) -> tuple[tuple[int], dict]:

@@ -224,7 +224,8 @@ def run_decode(call: DecodeCall) -> Tensor:
             state = state.to(pool.dtype)
             slot = table[n][min(t - begin, call.columns - 1)]
             if slot >= 0 and (t == end - 1 or t - begin < call.columns - 1):
-                pool[slot] = state[0]
+                with torch.inference_mode():  # outside of it PyTorch changes no pool that was made inside
+                    pool[slot] = state[0]
     return o[0].unflatten(0, call.v.shape[:2])
 
 

@@ -72,6 +72,26 @@ def test_slices_of_one_buffer_and_a_transposed_gradient(route, device):
 
 
 @each_route
+def test_negated_views_are_their_values(route, device):
+    """As the imaginary part of a conjugate is: its memory holds the opposites, and contiguous() leaves it so."""
+    call = tensors(route, device)
+    views = {name: torch._neg_view(-x.detach()).requires_grad_() for name, x in call.items()}
+    assert all(x.is_neg() and x.is_contiguous() for x in views.values())
+    negated, dense = run(route, views), run(route, call)
+    assert all(map(torch.equal, negated, dense))
+    incoming = [torch.ones_like(x) for x in dense]
+    made = gradients(negated, views, *(torch._neg_view(-x) for x in incoming))
+    assert all(map(torch.equal, made, gradients(dense, call, *incoming)))
+
+
+def test_negated_views_of_the_gate_are_their_values(device):
+    g, A_log, dt_bias = torch.randn(1, T, HV, 8), torch.randn(HV), torch.randn(HV * 8)
+    given = [x.to(device) for x in (g, A_log, dt_bias)]
+    made, expected = kda.fused_kda_gate(*(torch._neg_view(-x) for x in given)), kda.fused_kda_gate(*given)
+    assert torch.equal(made, expected)
+
+
+@each_route
 def test_no_tokens_and_no_sequences(route, device):
     call = tensors(route, device, tokens=0)
     o, state = run(route, call)

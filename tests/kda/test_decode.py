@@ -277,6 +277,51 @@ def test_strided_arguments_are_read_as_they_are(name, device):
     assert differing_bytes(o, o_strided) == 0 and differing_bytes(after, after_strided) == 0
 
 
+@each_route
+@pytest.mark.parametrize("name", [*TOKENS, "A_log", "dt_bias"])
+def test_negated_views_are_read_as_their_values(name, route, device):
+    given = small_call(device, **SOFTPLUS)
+    negated = {**given, name: torch._neg_view(-given[name])}
+    (o, after), (o_negated, after_negated) = decoded(given, route), decoded(negated, route)
+    assert differing_bytes(o, o_negated) == 0 and differing_bytes(after, after_negated) == 0
+
+
+@each_route
+def test_a_pool_made_in_inference_mode_serves_outside_of_it(route, device):
+    given = small_call(device)
+    o, after = decoded(given, route)
+    with torch.inference_mode():
+        pool = given["state_pool"].clone()
+    with kda.force_route(route):
+        o_outside = kda.kda_decode(**{**given, "state_pool": pool})
+    assert pool.is_inference() and not o_outside.is_inference()
+    assert differing_bytes(o, o_outside) == 0 and differing_bytes(after, pool) == 0
+
+
+@pytest.mark.parametrize("name", [*TOKENS, "A_log", "dt_bias", "slots"])
+def test_an_argument_in_the_memory_of_the_pool_is_refused(name, device):
+    given = small_call(device, **SOFTPLUS)
+    size, before = given[name].numel(), given["state_pool"].clone()
+    memory = given["state_pool"].view(-1) if name != "slots" else given["state_pool"].view(-1).view(torch.int64)
+    inside = {**given, name: memory[5 : 5 + size].view(given[name].shape)}
+    with pytest.raises(ValueError, match=f"^{name} is in the memory of state_pool; it must be in memory of its own"):
+        kda.kda_decode(**inside)
+    assert differing_bytes(given["state_pool"], before) == 0
+
+
+def test_arguments_beside_the_pool_in_one_buffer_are_legal(device):
+    """As in an engine that cuts all of its memory from one piece: before the pool, behind it, and with gaps."""
+    given = small_call(device)
+    o, after = decoded(given)
+    pool, q, v = given["state_pool"], given["q"], given["v"]
+    buffer = torch.full((2 * q.numel() + pool.numel() + v.numel(),), math.nan, device=device)
+    before, inside, behind = buffer.split([2 * q.numel(), pool.numel(), v.numel()])
+    cut = {"q": before[::2], "state_pool": inside, "v": behind}
+    cut = {name: x.view(given[name].shape).copy_(given[name]) for name, x in cut.items()}
+    o_cut = kda.kda_decode(**{**given, **cut})
+    assert differing_bytes(o, o_cut) == 0 and differing_bytes(after, cut["state_pool"]) == 0
+
+
 def test_nan_stays_in_its_sequence_and_its_head(device):
     given = small_call(device)
     (o, after), dirty = decoded(given), {**given, "state_pool": given["state_pool"].clone()}
@@ -388,6 +433,11 @@ REFUSALS = {
         {"state_pool": lambda x: x[:1].expand_as(x)},
         ValueError,
         "state_pool.stride() is [0, 96, 12, 1]; it must be [s, 96, 12, 1] with s at least 384",
+    ),
+    "pool_negated": (
+        {"state_pool": lambda x: torch._neg_view(-x)},
+        ValueError,
+        "state_pool is a view that negates its memory; it must be the memory itself",
     ),
     "pool_sparse": ({"state_pool": lambda x: x.to_sparse()}, ValueError, "state_pool.layout is torch.sparse_coo"),
     "slots_list": ({"slots": [0, 1, 2]}, TypeError, "slots is list"),

@@ -1,7 +1,7 @@
 """Random calls with something wrong in them: a refusal that names an argument before anything runs, or a right result.
 
 A seed is one call. `--kda-profile nightly` tries 10,000, 300 run by default; a seed that ever failed is kept
-in `KEPT`.
+in `KEPT`. Every fifth is a call of `kda_decode`.
 """
 
 import inspect
@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import kda
+from tests.kda import decode_calls
 
 COUNTS = {"dev": 300, "ci": 300, "sweep": 2000, "nightly": 10_000}
 BLOCK = 25
-KEPT = (15, 34, 73, 565, 685, 769, 1018, 7106, 9876)
+KEPT = (15, 34, 73, 97, 227, 565, 685, 769, 1018, 1257, 1747, 3652, 4002, 5312, 7106, 9522, 9876)
+DECODES = 2  # seeds that leave this rest by 5 are calls of kda_decode
 ENTRIES = (kda.chunk_kda, kda.fused_recurrent_kda, kda.fused_kda_gate)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OTHERS = (torch.int32, torch.int64, torch.bool, torch.complex64, torch.uint8)
@@ -106,12 +108,25 @@ def spoiled(entry, call: dict[str, object], draw: random.Random) -> dict[str, ob
 
 def drawn(seed: int) -> tuple[object, dict[str, object], str | None]:
     """(entry, arguments, the route to force) of a seed."""
+    if seed % 5 == DECODES:
+        return kda.kda_decode, *drawn_decode(seed)[:2]
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     entry = draw.choices(ENTRIES, (6, 3, 1))[0]
     call = legal(entry, draw, generator)
     for _ in range(draw.choice((1, 1, 2))):
         call = spoiled(entry, call, draw)
     return entry, call, draw.choices((None, "recurrent", "torch"), (1, 4, 10))[0]
+
+
+def drawn_decode(seed: int) -> tuple[dict[str, object], str | None, decode_calls.Conditions]:
+    """(arguments, the route to force, the conditions of the call) of a seed."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    call, changes = decode_calls.legal(draw, generator), draw.choice((0, 1, 1, 1, 2, 3))
+    for _ in range(changes):
+        call = decode_calls.spoiled(call, draw) if draw.random() < 0.6 else spoiled(kda.kda_decode, call, draw)
+    route = draw.choices((None, "decode", "torch"), (1, 3, 3))[0]
+    mode = draw.choices((torch.enable_grad, torch.no_grad, torch.inference_mode), (6, 3, 1))[0]
+    return call, route, decode_calls.Conditions(legal=not changes, unread=draw.random() < 0.2, mode=mode)
 
 
 def names_an_argument(entry, error: Exception, call: dict[str, object]) -> bool:
@@ -126,20 +141,29 @@ def plain(call: dict[str, object]) -> dict[str, object]:
     return {name: x.detach().clone().contiguous() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
 
 
-def fault(seed: int) -> str | None:
-    """What is wrong with how the call of a seed ended, or None."""
-    entry, call, route = drawn(seed)
+def ended(seed: int, entry, call: dict[str, object], route: str | None) -> tuple[object, str | None]:
+    """(results or None, what is wrong with a refusal or None)."""
     forced = kda.force_route(route) if route else kda.forbid_routes()
     with forced, kda.record_launches() as launches:
         try:
-            results = entry(**call)
+            return entry(**call), None
         except (TypeError, ValueError) as error:
             if launches:
-                return f"seed {seed}: refused after {launches[0]} ran: {error}"
+                return None, f"seed {seed}: refused after {launches[0]} ran: {error}"
             refused = names_an_argument(entry, error, call) or str(error).startswith("no route takes this call")
-            return None if refused else f"seed {seed}: {type(error).__name__} names no argument: {error}"
+            return None, None if refused else f"seed {seed}: {type(error).__name__} names no argument: {error}"
         except Exception as error:
-            return f"seed {seed}: {type(error).__name__}: {error}"
+            return None, f"seed {seed}: {type(error).__name__}: {error}"
+
+
+def fault(seed: int) -> str | None:
+    """What is wrong with how the call of a seed ended, or None."""
+    entry, call, route = drawn(seed)
+    if entry is kda.kda_decode:
+        return decode_fault(seed)
+    results, wrong = ended(seed, entry, call, route)
+    if results is None:
+        return wrong
     with kda.force_route("torch"):
         expected = entry(**plain(call))
     pairs = zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (results, expected)))
@@ -149,6 +173,24 @@ def fault(seed: int) -> str | None:
     except AssertionError as error:
         return f"seed {seed}: {error}"
     return None
+
+
+def decode_fault(seed: int) -> str | None:
+    """`fault` of a call of `kda_decode`: a refusal leaves the pool as it was, and no legal call is refused."""
+    call, route, conditions = drawn_decode(seed)
+    before = decode_calls.Before.of(call)
+    with conditions():
+        o, wrong = ended(seed, kda.kda_decode, call, route)
+    if o is not None:
+        wrong = decode_calls.wrong_result(before, call, o)
+        return f"seed {seed}: {wrong}" if wrong else None
+    if wrong and "MemoryFault: race" in wrong and not before.is_defined():
+        return None  # two states in one slot, which nobody was there to refuse
+    if wrong is None and before.pool_changed(call):
+        return f"seed {seed}: refused, and state_pool changed"
+    if wrong is None and conditions.legal and (route != "decode" or call["q"].dtype != torch.float64):
+        return f"seed {seed}: a legal call was refused"
+    return wrong
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -166,10 +208,11 @@ def test_seeds_that_once_failed(seed):
     assert fault(seed) is None
 
 
-def test_both_ends_are_reached():
+@pytest.mark.parametrize("is_decode", [False, True], ids=["others", "decode"])
+def test_both_ends_are_reached(is_decode):
     """The calls drawn are neither all refused nor all legal."""
     legal_calls = 0
-    for seed in range(100):
+    for seed in [seed for seed in range(500) if (seed % 5 == DECODES) == is_decode][:100]:
         entry, call, _ = drawn(seed)
         try:
             kda.explain(entry, **call)
