@@ -24,7 +24,7 @@ OPTIONS = tuple(name for name in Options.__dataclass_fields__ if name not in ("c
 INTERPRETED = triton.knobs.runtime.interpret
 MOST = 8  # tokens of a sequence in a call
 STRAY_SLOTS = (-1, -2, -(2**31), 2**31 - 1)
-STRAY_COUNTS = (0, -1, -(2**31), MOST + 1, 2**31 - 1)
+STRAY_COUNTS = (0, -1, -(2**31), 2**31 - 1)
 Arguments = dict[str, object]
 
 
@@ -32,7 +32,7 @@ def legal(draw: random.Random, generator: torch.Generator) -> Arguments:
     """A legal call, packed or not, with one slot a sequence or one a token; padding is full of NaN."""
     maybe = lambda: draw.random() < 0.5  # noqa: E731
     gauss = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    N, H, K, V = draw.randrange(4), draw.choice((1, 2)), draw.choice((1, 5, 8)), draw.choice((1, 3))
+    N, H, K, V = draw.choice((0, 1, 2, 2, 3)), draw.choice((1, 2)), draw.choice((1, 5, 8)), draw.choice((1, 3))
     HV, packed = H * draw.choice((1, 2)), maybe()
     longest = draw.choice((1, 1, 2, 3, MOST))
     lengths = [draw.randrange(longest + 1) if packed else longest for _ in range(N)]
@@ -141,36 +141,41 @@ def recut(call: Arguments, draw: random.Random) -> Arguments:
     return call | {name: torch.cat([x] * (MOST + 1), 1)[:, :tokens] for name, x in longer.items()}
 
 
+def strayed_indices(call: Arguments, draw: random.Random) -> Arguments:
+    """Another slot or another count of accepted tokens: what only the data shows."""
+    pool, slots, counts = call.get("state_pool"), call.get("slots"), call.get("num_accepted_tokens")
+    end = len(pool) if isinstance(pool, Tensor) and pool.dim() else 4
+    kind = draw.choice(("slot", "slot", "share", "count", "count"))
+    if kind == "count" and counts is not None:
+        beyond = slots.shape[1] + 1 if isinstance(slots, Tensor) and slots.dim() == 2 else 2
+        return {**call, "num_accepted_tokens": with_value(counts, (beyond, beyond, *STRAY_COUNTS), draw)}
+    if kind == "share":
+        return {**call, "slots": with_value(with_value(slots, (0,), draw), (0,), draw)}
+    return {**call, "slots": with_value(slots, (end, end, end - 1, *STRAY_SLOTS), draw)}
+
+
 def spoiled(call: Arguments, draw: random.Random) -> Arguments:
     """One thing changed that only this entry has, or that matters most to it."""
-    call, pool = dict(call), call.get("state_pool")
-    kind = draw.choice(
-        ("slot", "slot", "share", "count", "count", "pool", "pool", "alias", "tokens", "negated", "counts")
-    )
-    slots = call.get("slots")
+    pool, slots = call.get("state_pool"), call.get("slots")
     strided = isinstance(pool, Tensor) and pool.layout == torch.strided and not pool.is_meta and pool.dim() == 4
     floating = strided and pool.is_floating_point()
-    if kind == "slot":
-        end = len(pool) if strided else 4
-        call["slots"] = with_value(slots, (end, end - 1, *STRAY_SLOTS), draw)
-    elif kind == "share":
-        call["slots"] = with_value(with_value(slots, (0,), draw), (0,), draw)
-    elif kind == "count":
-        call["num_accepted_tokens"] = with_value(call.get("num_accepted_tokens"), STRAY_COUNTS, draw)
-    elif kind == "counts" and isinstance(slots, Tensor) and slots.dim():
+    kind = draw.choice(("indices", "indices", "pool", "pool", "alias", "tokens", "negated", "counts"))
+    if kind == "indices":
+        return strayed_indices(call, draw)
+    if kind == "counts" and isinstance(slots, Tensor) and slots.dim():
         dtype = draw.choice((torch.int32, torch.int64, torch.int16, torch.float32))
-        call["num_accepted_tokens"] = torch.ones(draw.choice((len(slots), len(slots), 1)), dtype=dtype)
-    elif kind == "pool" and floating:
-        call["state_pool"] = POOLS[draw.choice(list(POOLS))](pool.detach(), draw)
-    elif kind == "alias" and floating:
-        call = of_pool_memory(call, draw)
-    elif kind == "negated":
-        name = draw.choice(("q", "k", "v", "g", "beta", "A_log", "dt_bias"))
-        if isinstance(x := call.get(name), Tensor) and x.is_floating_point() and x.layout == torch.strided:
-            call[name] = negated(x.detach())
-    elif kind == "tokens":
-        call = recut(call, draw)
-    return call
+        size = draw.choice((len(slots), len(slots), 1))
+        return {**call, "num_accepted_tokens": torch.ones(size, dtype=dtype)}
+    if kind == "pool" and floating:
+        return {**call, "state_pool": POOLS[draw.choice(list(POOLS))](pool.detach(), draw)}
+    if kind == "alias" and floating:
+        return of_pool_memory(call, draw)
+    if kind == "negated":
+        name = draw.choice((*TOKENS, "A_log", "dt_bias"))
+        x = call.get(name)
+        is_dense = isinstance(x, Tensor) and x.is_floating_point() and x.layout == torch.strided
+        return {**call, name: negated(x.detach())} if is_dense else call
+    return recut(call, draw) if kind == "tokens" else call
 
 
 @dataclass(frozen=True)
