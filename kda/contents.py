@@ -89,6 +89,8 @@ def _end(x: Tensor) -> int:
 
 def _check_pool_memory(call: DecodeCall) -> None:
     """What is read must not change in the middle of the call; memory between two slots counts as the pool's."""
+    if call.state_pool.is_neg():
+        refuse("state_pool", "a view that negates its memory", "the memory itself: it is changed in place")
     begin, end = call.state_pool.data_ptr(), _end(call.state_pool)
     arguments = call.__dict__
     for name in READ_IN_DECODE:

@@ -410,5 +410,3 @@ def _check_pool(call: DecodeCall) -> None:
     if not is_dense or (pool.shape[0] > 1 and pool.stride(0) < size):
         must = f"[s, {', '.join(map(str, dense))}] with s at least {size}: it is changed in place, slot by slot"
         refuse("state_pool.stride()", list(pool.stride()), must)
-    if pool.is_neg():
-        refuse("state_pool", "a view that negates its memory", "the memory itself: it is changed in place")
