@@ -39,7 +39,7 @@ def test_nonsense_is_refused_by_name(parse, text):
 @pytest.mark.parametrize(
     "globs, chosen",
     [
-        ("*", {"ragged", "shapes", "long_decay"}),
+        ("*", {"ragged", "shapes"}),
         ("ragged", {"ragged"}),
         ("ragg*, shapes", {"ragged", "shapes"}),
         ("", set()),
