@@ -14,6 +14,14 @@ from kda.recurrent_kernels import decay_state
 
 
 @triton.jit
+def second_half(o_S, o_k, m_v, K, V, BK: tl.constexpr, V_FIRST: tl.constexpr):
+    """Rows of K, which of them there are, and mask and offsets of the second tile of a state."""
+    o_k1 = BK + o_k
+    m_k1 = o_k1 < K
+    return o_k1, m_k1, m_k1[:, None] & m_v[None, :], o_S + (BK if V_FIRST else BK * V)
+
+
+@triton.jit
 def load_state(p_S, o_S, m_S):
     """A tile of a state, fp32; 0 where there is none."""
     return tl.load(p_S + o_S, mask=m_S, other=0.0).to(tl.float32)
@@ -90,10 +98,7 @@ def kda_chunk_state_fwd_kernel(
     b_S = tl.zeros([BK, BV], tl.float32)
     i_S = (i_n * HV + i_hv) * K * V
     if HALVES:
-        o_k1 = BK + o_k
-        m_k1 = o_k1 < K
-        m_S1 = m_k1[:, None] & m_v[None, :]
-        o_S1 = o_S + (BK if V_FIRST else BK * V)
+        o_k1, m_k1, m_S1, o_S1 = second_half(o_S, o_k, m_v, K, V, BK, V_FIRST)
         b_S1 = tl.zeros([BK, BV], tl.float32)
     if h0 is not None:
         b_S += load_state(h0 + i_S, o_S, m_S)
@@ -175,10 +180,7 @@ def kda_chunk_state_bwd_kernel(
     b_dS = tl.zeros([BK, BV], tl.float32)
     i_S = (i_n * HV + i_hv) * K * V
     if HALVES:
-        o_k1 = BK + o_k
-        m_k1 = o_k1 < K
-        m_S1 = m_k1[:, None] & m_v[None, :]
-        o_S1 = o_S + (BK if V_FIRST else BK * V)
+        o_k1, m_k1, m_S1, o_S1 = second_half(o_S, o_k, m_v, K, V, BK, V_FIRST)
         b_dS1 = tl.zeros([BK, BV], tl.float32)
     if dht is not None:
         b_dS += load_state(dht + i_S, o_S, m_S)

@@ -3,6 +3,9 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+Heard = TypeVar("Heard")
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,18 @@ _open: list[list[LaunchRecord]] = []
 @contextlib.contextmanager
 def record_launches() -> Iterator[list[LaunchRecord]]:
     """Collect a `LaunchRecord` for every launch inside the block, in order, those of the backward pass included."""
-    launches: list[LaunchRecord] = []
-    _open.append(launches)
-    try:
+    with listening(_open, []) as launches:
         yield launches
+
+
+@contextlib.contextmanager
+def listening(listeners: list[Heard], one: Heard) -> Iterator[Heard]:
+    """Inside the block `one` is among the listeners, by identity: others may be equal to it."""
+    listeners.append(one)
+    try:
+        yield one
     finally:
-        _open[:] = [other for other in _open if other is not launches]
+        listeners[:] = [other for other in listeners if other is not one]
 
 
 def is_open() -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from kda.record import listening
+
 # NOTE [Shown stages]
 # Names are those of the oracle's stages. By chunk slot, one sequence after the other, and value head, in fp32: A_qk,
 # A_kk, inverse, response = A_qk b R, A_qk_beta = A_qk b, dA_qk, dA_kk `[slots, HV, C, C]`, 0 above the diagonal
@@ -32,12 +34,8 @@ def traced() -> Iterator[dict[str, Tensor]]:
 
     Whoever opens it waits for the device.
     """
-    found: dict[str, Tensor] = {}
-    _open.append(found)
-    try:
+    with listening(_open, {}) as found:
         yield found
-    finally:
-        _open[:] = [other for other in _open if other is not found]
 
 
 def is_open() -> bool:

@@ -288,7 +288,7 @@ class RandomGrids(Rounding):
         grid = self._grids.get(key)
         if grid is None:
             grid = self._grids[key] = self._grid(*key)
-        if x.is_cuda or x.numel() < 2 * TILE * self.replicas or len(x) != self.replicas:
+        if self._at_once(x) or len(x) != self.replicas:
             rounded = grid.round(x, self._spare(x), out)
         else:
             rounded = self._in_tiles(grid, x, out)
@@ -298,6 +298,10 @@ class RandomGrids(Rounding):
         if fmt == "fp16" and site != OUTPUT and not self.overflowed and bool((x.abs() > LARGEST["fp16"]).any()):
             self._overflows.add(site)
         return rounded
+
+    def _at_once(self, x: torch.Tensor) -> bool:
+        """Whether x is on a GPU, or too small for tiles."""
+        return x.is_cuda or x.numel() < 2 * TILE * self.replicas
 
     def _in_tiles(self, grid: _Grid, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         """x rounded in tiles, laid out as x."""
@@ -324,12 +328,7 @@ class RandomGrids(Rounding):
         plain = value.detach() if traced else value
         magnitude = (magnitude.detach() if magnitude.requires_grad else magnitude).contiguous()
         shift = self.uniform(site, value)
-        if (
-            value.numel() < 2 * TILE * self.replicas
-            or value.is_cuda
-            or value.shape != magnitude.shape
-            or not value.is_contiguous()
-        ):
+        if self._at_once(value) or value.shape != magnitude.shape or not value.is_contiguous():
             return value + _to_sum(plain, magnitude, shift, bits)
         away, spare = torch.empty_like(plain), self._spare(plain.new_empty(TILE))
         for own, *rows in zip(shift, *(x.view(self.replicas, -1) for x in (plain, magnitude, away))):

@@ -284,7 +284,7 @@ def forward_stages(rows: Rows, scale: float, model: ChunkModel, rounding: Roundi
     G (cumulative gate, log2), A_qk, A_kk, inverse, v_new, and w, u where the form has them; states `[M, R, chunks, K,
     V]` before each chunk, the last `state`, and o `[M, R, T, V]`.
     """
-    return _Traced(rows, scale, model, rounding, gradients=False).run(rows.state)
+    return Traced(rows, scale, model, rounding, gradients=False).run(rows.state)
 
 
 def chunk_core(model: ChunkModel, rounding: Rounding = EXACT) -> Core:
@@ -299,7 +299,7 @@ def chunk_core(model: ChunkModel, rounding: Rounding = EXACT) -> Core:
             if chunk:
                 raise ValueError(f"segment is {model.segment}, must be None where intermediate states are wanted")
             return _in_pieces(rows, scale, model, rounding, do, dstate)
-        traced = _Traced(rows, scale, model, rounding, do is not None)
+        traced = Traced(rows, scale, model, rounding, do is not None)
         stages = traced.run(rows.state)
         gradients = {} if do is None else traced.gradients(do, dstate)
         out = {"o": stages["o"].detach(), "state": stages["state"].detach(), **gradients}
@@ -324,7 +324,7 @@ def _in_pieces(
     apart = lambda x: x.unflatten(1, (R, J))  # noqa: E731
     stored = lambda x: rounding.round("chunk.pieces", x, "fp32")  # noqa: E731
     pieces = Rows(*(cut(x) for x in (rows.q, rows.k, rows.v, rows.g, rows.beta)), state=None)
-    traced = _Traced(pieces, scale, model, rounding, do is not None)
+    traced = Traced(pieces, scale, model, rounding, do is not None)
     unit = torch.eye(K, V + K, dtype=rows.v.dtype, device=rows.v.device).roll(V, 1)
     Q, P = apart(traced.last_state(unit.expand(M, R * J, K, V + K), K)).split((V, K), -1)
     states = [rows.state.expand(M, R, K, V)]
@@ -346,7 +346,7 @@ def _in_pieces(
     return out | {"dstate": apart(found["dstate"])[:, :, 0]}
 
 
-class _Traced:
+class Traced:
     """The stages of rows, with what their gradients need if those are wanted."""
 
     def __init__(self, rows: Rows, scale: float, model: ChunkModel, rounding: Rounding, gradients: bool):

@@ -11,7 +11,7 @@ from oracle.operator import Formats, Inputs, Options, evaluate
 from oracle.packing import Layout
 from oracle.recurrence import Rows
 from oracle.rounding import EXACT, Rounding
-from oracle.stages import ChunkedRows, chunked, finite_gate
+from oracle.stages import ChunkedRows, Traced
 
 # In the order of computation. Of places, exact whole numbers; of pieces, where a route cuts sequences.
 PLACES = ("offsets", "chunk_offsets", "chunk_rows", "chunk_counts")
@@ -93,14 +93,10 @@ class _Recorder:
     def __call__(
         self, rows: Rows, scale: float, do: Tensor | None, dstate: Tensor | None, chunk: int | None
     ) -> dict[str, Tensor]:
-        plain = replace(rows, g=finite_gate(rows.g, self.rounding))
-        names = ("q", "k", "v", "g", "beta", "state")
-        with torch.set_grad_enabled(self.gradients):
-            leaves = [getattr(plain, name).detach().clone().requires_grad_(self.gradients) for name in names]
-            traced = chunked(Rows(*leaves), rows.g, scale, self.model, self.rounding)
-            stages = traced.run(leaves[-1])
-            if self.gradients:
-                stages |= self._backward(traced, stages, do, dstate)
+        traced = Traced(rows, scale, self.model, self.rounding, self.gradients)
+        stages = traced.run(rows.state)
+        if self.gradients:
+            stages |= self._backward(traced.chunks, stages, do, dstate)
         kept = (*FORWARD, *(BACKWARD if self.gradients else ()))
         self.groups.append({name: stages[name].detach() for name in kept if name in stages})
         return {"o": stages["o"].detach(), "state": stages["state"].detach()}

@@ -12,7 +12,7 @@ from harness.adapters.translate import Adapted
 from harness.bench.document import Skipped
 from harness.bench.timing import Call
 from harness.call import DIFFERENTIABLE, Route, keywords
-from harness.globs import matches
+from harness.globs import each, matches
 from harness.problem import Case
 from harness.serving import one_call
 from harness.subject import Subject, load_subject
@@ -47,7 +47,7 @@ def contenders(subjects: Iterable[Subject], routes: str, entry: str = "chunk") -
     for subject in subjects:
         for route in subject.routes:
             own = not subject.foreign
-            wanted = matches(route.id, routes) and (route.id != REFERENCE_ROUTE or routes == REFERENCE_ROUTE)
+            wanted = matches(route.id, routes) and (route.id != REFERENCE_ROUTE or REFERENCE_ROUTE in each(routes))
             if route.entry != entry or (own and not wanted):
                 continue
             forced = (lambda route_id=route.id: kda.force_route(route_id)) if own else contextlib.nullcontext

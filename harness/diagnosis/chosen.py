@@ -37,7 +37,7 @@ MAKES: Mapping[str, tuple[str, ...]] = {
     "_gradients": ("dA_qk", "dh", "dv_new", "dh0"),  # which takes the incoming gradients
     "kda_chunk_output_bwd_kernel": ("dA_qk", "dA_qk_above", "dv_new", "dv"),
     **dict.fromkeys(("kda_chunk_state_bwd_kernel", "earlier_state"), ("dh", "dv_new", "dh0")),
-    **dict.fromkeys(("load_state", "times_state"), ("states", "v_new", "ht", "dh", "dv_new", "dh0")),
+    **dict.fromkeys(("second_half", "load_state", "times_state"), ("states", "v_new", "ht", "dh", "dv_new", "dh0")),
     "kda_wy_bwd_kernel": ("z", "dA_kk", "dA_kk_above", "dv", "dbeta"),
     "kda_chunk_intra_bwd_kernel": ("dq", "dk", "dg"),
     "kda_chunk_inter_bwd_kernel": ("dq", "dk", "dg", "dbeta"),
