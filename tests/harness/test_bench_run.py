@@ -116,6 +116,12 @@ def entrants(subjects: str, routes: str = "torch") -> list:
     return contenders.contenders(contenders.subjects(subjects)[0], routes)
 
 
+def test_the_reference_route_competes_where_it_is_asked_for_by_name():
+    routes = lambda globs: {one.route.id for one in entrants("kda", globs)}  # noqa: E731
+    assert routes("torch, fused-*") == {"torch", "fused-safe_gate", "fused-unbounded"}
+    assert "torch" not in routes("*") | routes("t*,chunk-*")
+
+
 @pytest.mark.parametrize("mode", cases.MODES)
 def test_errors_are_those_of_the_contender(mode):
     """One route three times: ours, behind a foreign name, and there 1 % off in o before it is rounded to bf16."""
