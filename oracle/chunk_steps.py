@@ -100,8 +100,8 @@ class Solved(torch.autograd.Function):
 
 
 def added(rounding: Rounding, site: str, x: Tensor, fmt: str) -> Tensor:
-    """The sum over the last axis; Triton adds fp16 numbers in fp16, two by two, and bf16 ones in fp32."""
-    if fmt != "fp16":
+    """The sum over the last axis; Triton adds numbers of 16 bits as they are, here two by two."""
+    if fmt not in ("fp16", "bf16"):
         return x.sum(-1)
     while x.shape[-1] > 1:
         x = F.pad(x, (0, x.shape[-1] % 2))

@@ -273,6 +273,18 @@ def test_bf16_reductions(op):
     assert torch.equal(y[: len(expected)], expected)
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
+def test_sums_of_narrow_numbers_are_rounded_at_every_step(dtype):
+    """1 beside numbers of half a step each, which all vanish beside it and only two by two do not."""
+    half = torch.finfo(dtype).eps / 2
+    x = torch.tensor([1.0, half, 1.0, half, 1.0, half, 1.0, half], dtype=dtype)
+    y = torch.zeros(1, dtype=dtype)
+    reduce_kernel[(1,)](x, y, "sum", 8)
+    assert y.item() == 4.0 and x.double().sum().item() > 4.0 + half
+    reduce_kernel[(1,)](torch.tensor([1.0, 0.0, half, half, 0.0, 0.0, 0.0, 0.0], dtype=dtype), y, "sum", 8)
+    assert y.item() == 1.0 + 2 * half
+
+
 def test_bf16_atomic_addition():
     x = torch.tensor([1.5, 2.5, -3.0, 1.0, 0.25, 8.0], dtype=BF16)
     x = torch.cat([x, x[:2]])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from oracle.chunk_model import ChunkModel
+from oracle.chunk_steps import added
 from oracle.operator import Options, evaluate
 from oracle.recurrence import LOG2E, Rows
 from oracle.rounding import RandomGrids, ToFormat, round_to
@@ -295,3 +296,12 @@ def test_what_is_kept_of_the_states_counts_for_gates_alone():
     assert {name for name in exact if not torch.equal(coarse[name], fine[name])} == {"dg"}
     error = lambda got: float((got["dg"] - exact["dg"]).square().mean().sqrt())  # noqa: E731
     assert error(coarse) > 100 * error(fine)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
+def test_numbers_of_16_bits_are_added_in_their_format(fmt):
+    """As hardware does without being told to widen: half a step beside 1 is lost, two of them first added are not."""
+    half = 2.0 ** {"bf16": -8, "fp16": -11}[fmt]
+    rows = torch.tensor([[1.0, half, half, 0.0], [1.0, 0.0, half, half]], dtype=torch.float64)
+    assert added(ToFormat(), "sum", rows, fmt).tolist() == [1.0, 1.0 + 2 * half]
+    assert added(ToFormat(), "sum", rows, "fp32").tolist() == [1.0 + 2 * half] * 2
