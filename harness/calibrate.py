@@ -1,10 +1,9 @@
-"""Authority on `kda calibrate`: which problems it draws, how it keeps what it has seen, and when it has seen enough."""
+"""Authority on `kda calibrate`: how it keeps what it has seen, and when it has seen enough."""
 
 import argparse
-import itertools
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,27 +12,16 @@ from rich.table import Table as Shown
 
 from harness import options
 from harness.calibration import TABLE, Row, Seen, Table, platform
-from harness.call import Route
-from harness.check import draw
+from harness.calibration_round import Choice, Task
 from harness.counterexample import prepared
 from harness.crew import Crew, Job, Settings, processes
-from harness.families import FAMILIES, Family
-from harness.fitting import drawn_for, fitted
-from harness.globs import matches
-from harness.problem import Problem
 from harness.results import FAILURES, Finding, Report
 from harness.runner import Checked, Runner
-from harness.subject import Subject
 from harness.terminal import FINDING, INCOMPLETE, OK, say
 from harness.verdict import Verdict
 from oracle.envelope import LIMITS
 
-DRAWN = 4  # generated problems to a route and a family in one round, besides one of its examples
-LONGEST = 66  # about, of a generated problem
-SEEDS = 100_003  # between two rounds: examples get seeds of their own in each
-DTYPES = ("bf16", "fp32", "fp16")
-WIDTHS = ((64, 64), (128, 128), (64, 64), (16, 16))  # K and V by turns on a GPU, where each has to be compiled
-SAVE_EVERY = 10.0  # seconds
+SAVE_EVERY = 20.0  # seconds, and a line of progress
 IDLE_ROUNDS = 20  # in a row, after which what has too few elements will not get any
 EVERY_REPLICA = replace(LIMITS, first=LIMITS.screen)  # z by all replicas of a screen, whatever the size
 
@@ -50,6 +38,13 @@ def add_to_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--elements", type=elements, default=1e7, metavar="N", help="to be judged for each route and dtype"
     )
+    parser.add_argument(
+        "--problems",
+        type=options.count,
+        default=0,
+        metavar="N",
+        help="to be judged in all (default: as many as it takes)",
+    )
     parser.add_argument("--table", type=Path, default=TABLE, metavar="FILE", help="where what was seen is kept")
     options.add_to_parser(parser, "subject", "routes", "families", "device", "budget", "seed", "jobs", "report")
 
@@ -64,8 +59,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     row = table.row(subject.name, where)
     table.save()  # fails now, not after the first round
     say(console, f"{subject.title} on {where}; {row.problems} problems so far, kept in {arguments.table}")
-    chosen = _Choice(subject, arguments.routes, arguments.families, device)
-    run = Calibration(chosen, row, table, report, arguments.elements, console)
+    chosen = Choice(subject, arguments.routes, arguments.families, device)
+    run = Calibration(chosen, row, table, report, arguments.elements, arguments.problems, console)
     limits = {"pin_autotune": arguments.pin_autotune, "limits": EVERY_REPLICA}
     runner = Runner(subject, device, report.folder, **limits)
     settings = Settings(subject.name, device, report.folder, arguments.seed, **limits)
@@ -81,118 +76,62 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     return run.conclude()
 
 
-@dataclass(frozen=True)
-class Task:
-    route: str
-    family: str
-    problem: Problem
-
-    @property
-    def dtype(self) -> str:
-        """What a cell of the table goes by: of the gate where there is nothing else; products of fp32 apart."""
-        if self.problem.entry == "gate":
-            return self.problem.gate_dtype
-        return self.problem.dtype + ("-tf32" if self.problem.precision == "tf32" else "")
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """The routes and families asked for, and the problems of each round."""
-
-    subject: Subject
-    routes: str
-    families: str
-    device: str
-    _drawn: dict[tuple[str, str], list[Problem]] = field(default_factory=dict)  # of this round, for every route
-
-    def round(self, number: int, seed: int) -> list[Task]:
-        """Fresh problems for every route and family, the same ones for the same number and seed."""
-        fresh = seed + SEEDS * (number + 1)
-        self._drawn.clear()
-        queues = [
-            [Task(route.id, family.name, problem) for problem in self._problems(route, family, number, fresh)]
-            for family in FAMILIES
-            if matches(family.name, self.families) and not family.gpu_only
-            for route in self.subject.routes
-            if matches(route.id, self.routes) and drawn_for(route.entry) in family.entries
-        ]
-        # By turns, so that a round that is cut short has seen every family.
-        return [task for turn in itertools.zip_longest(*queues) for task in turn if task is not None]
-
-    def _problems(self, route: Route, family: Family, number: int, fresh: int) -> Iterator[Problem]:
-        example = replace(family.examples[number % len(family.examples)], seed=fresh)
-        turns = itertools.count(number)
-        drawn = self._draw(family, drawn_for(route.entry), fresh)
-        for problem in (example, *(_varied(problem, next(turns), self.device) for problem in drawn)):
-            fit = fitted(problem, route.id, route.entry)
-            if fit is not None and not route.lacks(fit):
-                yield fit
-
-    def _draw(self, family: Family, entry: str, fresh: int) -> list[Problem]:
-        if (family.name, entry) not in self._drawn:
-            longest = LONGEST if self.device != "cpu" else LONGEST // 2
-            # The first that Hypothesis draws is the simplest there is, every time.
-            self._drawn[family.name, entry] = draw(family, entry, DRAWN + 1, fresh, longest)[1:]
-        return self._drawn[family.name, entry]
-
-
-def _varied(problem: Problem, turn: int, device: str) -> Problem:
-    """In the dtype whose turn it is, and on a GPU with widths and a dtype of the gates that many problems share."""
-    dtype = DTYPES[turn % len(DTYPES)]
-    precision = problem.precision if dtype == "fp32" else "ieee"
-    problem = replace(problem, dtype=dtype, precision=precision)
-    if device == "cpu":
-        return problem
-    K, V = WIDTHS[turn // len(DTYPES) % len(WIDTHS)]
-    gates = dtype if problem.entry == "gate" or problem.seed % 2 else "fp32"
-    return replace(problem, gate_dtype=gates, K=K, V=1 if problem.entry == "gate" else V)
-
-
 @dataclass
 class Calibration:
     """One run of the command."""
 
-    chosen: _Choice
+    chosen: Choice
     row: Row
     table: Table
     report: Report
-    wanted: float
+    elements: float  # wanted for each route and dtype
+    problems: int  # wanted in all
     console: Console
     met: set[tuple[str, str]] = field(default_factory=set)
     unable: dict[str, str] = field(default_factory=dict)
     findings: int = 0
 
     def until(self, deadline: float, crew: Crew, runner: Runner, seed: int) -> None:
-        """Round after round until there is enough of every route and dtype, or no time left."""
+        """Round after round until there are elements of every route and dtype and problems enough, or no time left.
+
+        Until there are problems enough, routes and dtypes that have their elements get small ones.
+        """
         more = lambda: time.monotonic() < deadline and not runner.poisoned  # noqa: E731
         idle = 0
         while more() and idle < IDLE_ROUNDS:
             number = self.row.rounds.get(seed, 0)
             planned = self.chosen.round(number, seed)
-            self.met |= {(task.route, task.dtype) for task in planned}
-            before = self.thin()
-            if not before:
+            self.met |= {task.kind for task in planned}
+            thin, few = self.thin(), self.few()
+            if not thin and not few:
                 return
             self.row.rounds[seed] = number + 1  # a round that is cut short is not drawn again
-            self._work([task for task in planned if (task.route, task.dtype) in before], crew, more)
-            self.table.save()
-            self._say(number)
-            idle = idle + 1 if self.thin() == before else 0
+            asked = [task.widened() if task.kind in thin else task for task in planned if few or task.kind in thin]
+            self._work(asked, crew, more, number)
+            idle = idle + 1 if (self.thin(), self.few()) == (thin, few) else 0
+
+    def judged(self) -> dict[tuple[str, str], int]:
+        """Elements of every (route, dtype) that was planned."""
+        counts = self.row.elements()
+        return {kind: counts.get(kind, 0) for kind in sorted(self.met)}
 
     def thin(self) -> dict[tuple[str, str], int]:
-        """Elements of every (route, dtype) that has less than is wanted."""
-        judged = self.row.elements()
-        counts = {cell: judged.get(cell, 0) for cell in self.met}
-        return {cell: count for cell, count in counts.items() if count < self.wanted}
+        """Those with less than is wanted."""
+        return {kind: count for kind, count in self.judged().items() if count < self.elements}
 
-    def _work(self, tasks: list[Task], crew: Crew, more: Callable[[], bool]) -> None:
+    def few(self) -> int:
+        """How many problems are missing."""
+        return max(0, self.problems - self.row.problems)
+
+    def _work(self, tasks: list[Task], crew: Crew, more: Callable[[], bool], number: int) -> None:
         saved = time.monotonic()
         jobs = [Job(task.route, task.problem, repeat=False) for task in tasks]
-        for task, checked in zip(tasks, crew.check(jobs, more)):
-            self.record(task, checked)
+        for place, checked in crew.finished(jobs, more):
+            self.record(tasks[place], checked)
             if time.monotonic() - saved > SAVE_EVERY:
-                self.table.save()
+                self._save(number)
                 saved = time.monotonic()
+        self._save(number)
 
     def record(self, task: Task, checked: Checked) -> None:
         """What one problem adds to the row; a finding is on disk first."""
@@ -209,12 +148,13 @@ class Calibration:
             if counts(verdict):
                 self.row.add((task.route, task.dtype, verdict.quantity), task.family, seen(verdict))
 
-    def _say(self, number: int) -> None:
-        said = f"round {number}: {self.row.problems} problems, {len(self.row.findings)} findings"
-        thin = self.thin()
-        least = min(thin, key=thin.get, default=None)
-        rest = f"least of {' '.join(least)}, {thin[least]:.2g} elements" if least else "enough of everything"
-        say(self.console, f"{said}; {rest}")
+    def _save(self, number: int) -> None:
+        self.table.save()
+        counts = self.judged()
+        least = min(counts, key=counts.get)
+        wanted = f" of {self.problems}" if self.problems else ""
+        said = f"round {number}: {self.row.problems}{wanted} problems, {len(self.row.findings)} findings"
+        say(self.console, f"{said}; least: {' '.join(least)}, {counts[least]:.2g} of {self.elements:.2g} elements")
 
     def conclude(self) -> int:
         """Print what was seen; the exit status."""
@@ -239,11 +179,13 @@ class Calibration:
         thin = self.thin()
         for (route, dtype), count in sorted(thin.items()):
             say(self.console, f"too few: {route} {dtype}: {count:.3g} elements")
+        if self.few():
+            say(self.console, f"too few: {self.row.problems} of {self.problems} problems")
         for found in self.row.findings[-self.findings :] if self.findings else ():
             say(self.console, f"FOUND  {found['route']} {found['found']}: {found['problem']}", style="red")
         if self.findings:
             return FINDING
-        return INCOMPLETE if thin or not self.met else OK
+        return INCOMPLETE if thin or self.few() or not self.met else OK
 
 
 def counts(verdict: Verdict) -> bool:

@@ -1,4 +1,4 @@
-"""Authority on working through tasks in several processes, with results in the order of the tasks."""
+"""Authority on working through tasks in several processes, with results in the order of the tasks, or as they come."""
 
 import multiprocessing
 import os
@@ -6,7 +6,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ TASKS_PER_PROCESS = 12  # a process costs a few seconds to start
 MOST_ON_A_GPU = 8  # contexts that share one device
 PAUSES = (5.0, 10.0, 20.0, 40.0, 60.0)  # seconds between tries for memory that other processes have
 AHEAD = 100  # jobs under way for each process: results come in order, and nobody should wait behind a long one
+GLANCE = 0.5  # seconds between two looks at the clock while nothing ends
 LARGE_BYTES = 60 * 2**30  # of a GPU's memory that a large job may need, most of it for the oracle
 
 
@@ -121,6 +122,12 @@ def sound(future: Future) -> bool:
     return future.done() and not future.cancelled() and future.exception() is None and not future.result()[1]
 
 
+def first_done(futures: list[Future]) -> int | None:
+    """The place of the first that has ended, or soon does; None if none does: then somebody may look at the clock."""
+    wait(futures, timeout=GLANCE, return_when=FIRST_COMPLETED)
+    return next((place for place, future in enumerate(futures) if future.done()), None)
+
+
 class Crew:
     """Processes with a runner each. What kills one costs nothing but time: its tasks are run again, isolated."""
 
@@ -130,34 +137,51 @@ class Crew:
 
     def check(self, jobs: Iterable[Job], more: Callable[[], bool]) -> Iterator[Checked]:
         """The result of every job, in order, as long as there are `more` to be had."""
-        if self.count == 1:
-            for job in jobs:
-                if not more():
-                    return
-                yield _checked(self.here, job, self.settings.seed)
-            return
-        yield from self._ordered(deque(jobs), more)
+        return (checked for _, checked in self._results(jobs, more, in_order=True))
 
-    def _ordered(self, waiting: deque[Job], more: Callable[[], bool]) -> Iterator[Checked]:
-        started = lambda job: (job, self._submit(job))  # noqa: E731
-        large = deque(self._submit(job) for job in waiting if job.large)  # at once, in a pool of their own
-        running: deque[tuple[Job, Future]] = deque()
+    def finished(self, jobs: Iterable[Job], more: Callable[[], bool]) -> Iterator[tuple[int, Checked]]:
+        """(place of a job, its result) as they finish, as long as there are `more` to be had; what has finished by then
+        is not lost.
+        """
+        return self._results(jobs, more, in_order=False)
+
+    def _results(self, jobs: Iterable[Job], more: Callable[[], bool], in_order: bool) -> Iterator[tuple[int, Checked]]:
+        numbered = enumerate(jobs)
+        if self.count > 1:
+            yield from self._of_processes(deque(numbered), more, in_order)
+            return
+        for place, job in numbered:
+            if not more():
+                return
+            yield place, _checked(self.here, job, self.settings.seed)
+
+    def _of_processes(
+        self, waiting: deque[tuple[int, Job]], more: Callable[[], bool], in_order: bool
+    ) -> Iterator[tuple[int, Checked]]:
+        large = deque(self._submit(job) for _, job in waiting if job.large)  # at once, in a pool of their own
+        running: deque[tuple[int, Job, Future]] = deque()
         while (waiting or running) and more():
             while waiting and len(running) < AHEAD * self.count:
-                job = waiting.popleft()
-                running.append((job, large.popleft()) if job.large else started(job))
-            job, future = running.popleft()
+                place, job = waiting.popleft()
+                running.append((place, job, large.popleft() if job.large else self._submit(job)))
+            turn = 0 if in_order else first_done([future for *_, future in running])
+            if turn is None:
+                continue
+            place, job, future = running[turn]
+            del running[turn]
             try:
                 checked, poisoned = future.result()
             except BrokenProcessPool:
                 checked, poisoned = self._isolated(job), True
             if poisoned:  # no later result of that process means anything
                 self.close()
-                again = lambda job, future: (job, future) if sound(future) else started(job)  # noqa: E731
-                running = deque(again(job, future) for job, future in running)
-                behind = (job for job in waiting if job.large)
-                large = deque(again(job, future)[1] for job, future in zip(behind, large))
-            yield checked
+                again = lambda job, future: future if sound(future) else self._submit(job)  # noqa: E731
+                running = deque((place, job, again(job, future)) for place, job, future in running)
+                behind = (job for _, job in waiting if job.large)
+                large = deque(again(job, future) for job, future in zip(behind, large))
+            yield place, checked
+        if not in_order:
+            yield from ((place, future.result()[0]) for place, _, future in running if sound(future))
 
     def _submit(self, job: Job) -> Future:
         """The job under way; where a process has died meanwhile, it has failed already, as those beside it have."""

@@ -1,16 +1,32 @@
 """`kda calibrate`: what correct kernels come to is kept, by platform, added up and moved by a larger error."""
 
 import argparse
+import itertools
+from dataclasses import replace
 
 import pytest
 
 from harness import calibrate, calibration
 from harness.calibration import Row, Seen, Table
+from harness.calibration_round import (
+    WIDE,
+    WIDE_ELEMENTS,
+    WIDE_HEADS,
+    WIDE_ROWS,
+    Choice,
+    elements_of,
+    rows_of,
+    widened,
+)
 from harness.cli import main
 from harness.crew import Crew
+from harness.problem import Problem, materialise
+from harness.subject import load_subject
+from oracle.operator import evaluate, evaluate_gate
 
 SUBJECTS = "tests.harness.subjects"
 ROUTE = "chunk-unbounded"
+GATES = ("safe_gate", "unbounded")
 
 
 def run(folder, subject, *arguments) -> int:
@@ -58,14 +74,84 @@ def test_a_larger_error_moves_the_figures_and_is_a_finding(tmp_path, capsys):
     assert "FOUND" in capsys.readouterr().out and list(tmp_path.glob("*/chunk-unbounded-o-bug-*/problem.json"))
 
 
+def choice(device: str) -> Choice:
+    return Choice(load_subject("kda"), "*", "*", device)
+
+
 def test_every_round_has_problems_of_its_own():
-    chosen = calibrate._Choice(calibrate.prepared(argparse.Namespace(device="cpu"), "kda")[0], "*", "*", "cpu")
+    chosen = choice("cpu")
     rounds = [[task.problem for task in chosen.round(number, 0)] for number in (0, 1)]
     assert not set(rounds[0]) & set(rounds[1]) and rounds[0] == [task.problem for task in chosen.round(0, 0)]
-    tasks = chosen.round(0, 0)
-    own = {"chunk-safe_gate", "chunk-unbounded", "fused-safe_gate", "fused-unbounded", "recurrent", "decode", "gate"}
-    assert own <= {task.route for task in tasks}
-    assert {task.dtype for task in tasks if task.route == "recurrent"} >= {"bf16", "fp32", "fp16"}
+
+
+KINDS = {(route, dtype) for route in ("recurrent", "decode", "gate", "torch") for dtype in ("bf16", "fp32", "fp16")}
+KINDS |= {(f"chunk-{gates}", dtype) for gates in GATES for dtype in ("bf16", "fp32", "fp16", "fp32-tf32")}
+KINDS |= {(f"{name}-{gates}", "bf16") for gates in GATES for name in ("fused", "segment_parallel")}
+KINDS |= {("recurrent", "fp32-tf32"), ("torch", "fp32-tf32")}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_round_begins_with_every_route_in_every_dtype(number, device):
+    tasks = choice(device).round(number, 0)
+    assert {task.kind for task in tasks[: len(KINDS)]} == KINDS == {task.kind for task in tasks}
+
+
+def test_on_a_gpu_some_problems_of_each_route_and_dtype_have_many_heads():
+    tasks = [task for number in (0, 1) for task in choice("cuda").round(number, 0)]
+    wide = {kind: [task.widened().problem for task in tasks if task.wide and task.kind == kind] for kind in KINDS}
+    assert all(WIDE < len(problems) <= 2 * WIDE for problems in wide.values())
+    assert all(sum(map(elements_of, problems)) > 1e6 for problems in wide.values())
+    assert all(task.widened() == task for task in tasks if not task.wide) and len(tasks) > 1000
+    assert not any(task.wide for task in choice("cpu").round(0, 0))
+
+
+BASE = Problem(lengths=(66,), heads=2, group=2, K=64, V=64, initial_state=True)
+
+
+@pytest.mark.parametrize(
+    "problem, heads",
+    [
+        (BASE, 8),  # 100,616 elements 4 times, of 800,000
+        (replace(BASE, entry="chunk"), 8),  # 32,768 rows of 2 chunks 4 times, of 200,000
+        (replace(BASE, entry="chunk", lengths=(1, 1, 1, 1), packed=True), 4),
+        (replace(BASE, lengths=(0,), K=1, V=1), 512),  # 1,024 value heads
+        (replace(BASE, lengths=(2000,), heads=3), 3),  # large as it is
+        (Problem(entry="gate", lengths=(66,), heads=3, K=64, gate="softplus", A_log="zeros"), 3 * 16),
+    ],
+    ids=["elements", "rows", "begun-chunks", "heads", "large", "gate"],
+)
+def test_a_wide_problem_differs_in_heads_only_and_keeps_the_limits(problem, heads):
+    wide = widened(problem)
+    assert wide == replace(problem, heads=heads)
+    twice = replace(wide, heads=2 * wide.heads)
+    within = elements_of(twice) <= WIDE_ELEMENTS and rows_of(twice) <= WIDE_ROWS and twice.value_heads <= WIDE_HEADS
+    assert not within
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        replace(BASE, gate="softplus", A_log="zeros", dt_bias="zeros", g="gauss"),
+        replace(BASE, loss="none", lengths=(3, 0, 5), packed=True),
+        replace(BASE, entry="chunk", lengths=(33, 0, 32), packed=True, intermediates=True, chunk_size=32),
+        Problem(entry="gate", lengths=(5,), K=4, heads=2, gate="softplus", A_log="zeros", dt_bias="zeros", g="gauss"),
+    ],
+    ids=["gradients", "forward", "intermediates", "gate"],
+)
+def test_elements_are_those_that_the_oracle_returns(problem):
+    case = materialise(replace(problem, K=4, V=3 if problem.entry != "gate" else 1))
+    evaluated = (evaluate_gate if problem.entry == "gate" else evaluate)(case.inputs, case.options)
+    expected = sum(evaluated[name].numel() for name in case.problem.quantities())
+    assert elements_of(case.problem) == expected
+
+
+def test_it_goes_on_until_there_are_problems_enough_too(tmp_path, capsys):
+    assert run(tmp_path, "right", "--elements", "1", "--problems", "11", "--budget", "5m") == 0
+    assert row(tmp_path, "right").problems >= 11 and row(tmp_path, "right").rounds[0] > 1
+    assert "of 11 problems, 0 findings; least: chunk-unbounded " in capsys.readouterr().out
+    assert run(tmp_path, "right", "--elements", "1", "--problems", "1000", "--budget", "0.01s") == 3
+    assert "of 1000 problems" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_less_than_was_asked_for_is_said(tmp_path, capsys):
@@ -74,13 +160,13 @@ def test_less_than_was_asked_for_is_said(tmp_path, capsys):
 
 
 def test_an_interrupt_keeps_what_was_seen(tmp_path, monkeypatch, capsys):
-    check = Crew.check
+    finished = Crew.finished
 
     def interrupted(crew, jobs, more):
-        yield from (checked for checked, _ in zip(check(crew, jobs, more), range(3)))
+        yield from itertools.islice(finished(crew, jobs, more), 3)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Crew, "check", interrupted)
+    monkeypatch.setattr(Crew, "finished", interrupted)
     assert run(tmp_path, "right", "--elements", "1e9") == 3
     assert row(tmp_path, "right").problems == 3 and row(tmp_path, "right").rounds == {0: 1}
 

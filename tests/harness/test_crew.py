@@ -152,6 +152,50 @@ def test_a_long_job_does_not_keep_the_others_waiting(tmp_path, monkeypatch):
     assert len(under_way) == len(jobs() * 20)
 
 
+def as_they_come(given: list[Job], submitted: list[Future], more: list[bool], folder: Path, monkeypatch) -> list:
+    """What a crew finishes whose jobs are these futures, started again ones the last, while there is `more` time."""
+    futures, looks = iter(submitted), iter(more)
+    monkeypatch.setattr(Crew, "_submit", lambda self, job: next(futures))
+    monkeypatch.setattr(Crew, "_isolated", lambda self, job: (job, "isolated"))
+    monkeypatch.setattr("harness.crew.GLANCE", 0.01)
+    crew = Crew(Settings("kda", "cpu", folder), 2, Runner(load_subject("kda"), "cpu", folder))
+    return list(crew.finished(given, lambda: next(looks)))
+
+
+def test_a_long_job_at_the_end_loses_no_result_of_the_others(tmp_path, monkeypatch):
+    given = jobs() * 2
+    submitted = [Future(), *(future((job, False)) for job in given[1:])]
+    found = as_they_come(given, submitted, [True, False], tmp_path, monkeypatch)
+    assert found == [*enumerate(given)][1:]
+
+
+def test_nothing_that_ends_is_no_reason_to_miss_the_end(tmp_path, monkeypatch):
+    assert as_they_come(jobs()[:1], [Future()], [True, True, False], tmp_path, monkeypatch) == []
+
+
+def test_a_dead_process_costs_no_result_that_has_come(tmp_path, monkeypatch):
+    """The first is under way when the process of the second dies: both are run again, what others found is kept."""
+    given = jobs() * 2
+    died, *sound = (future(error=BrokenProcessPool()), *(future((job, False)) for job in given[2:]))
+    again = future((given[0], False))
+    found = as_they_come(given, [Future(), died, *sound, again], [True] * 4, tmp_path, monkeypatch)
+    assert found == [(1, (given[1], "isolated")), (0, given[0]), (2, given[2]), (3, given[3])]
+
+
+def test_results_as_they_come_are_those_in_order(tmp_path):
+    given = jobs()
+    here = Runner(load_subject("kda"), "cpu", tmp_path)
+    crew = Crew(Settings("kda", "cpu", tmp_path), 2, here)
+    try:
+        found = dict(crew.finished(given, lambda: True))
+    finally:
+        crew.close()
+        here.close()
+    assert [found[place].verdicts for place in range(len(given))] == [
+        one.verdicts for one in checked("kda", 1, given, tmp_path)
+    ]
+
+
 OUT_OF_MEMORY = Verdict("call", "CRASH", float("inf"), "crash", "OutOfMemoryError: CUDA out of memory")
 
 
