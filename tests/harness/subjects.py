@@ -152,6 +152,12 @@ def _reported(**kwargs):
     return _right(**kwargs)
 
 
+def _unwritten(**kwargs):
+    """Right, but for what memory that nobody wrote adds: nothing, unless it holds NaN."""
+    o, *rest = _right(**kwargs)
+    return (o + 0 * torch.empty(o.shape).nan_to_num(nan=torch.inf, posinf=1.0, neginf=1.0), *rest)
+
+
 def _leaky(**kwargs):
     """The last head of a sequence starts from where the sequence before it ended."""
     with torch.no_grad():
@@ -188,6 +194,7 @@ FUNCTIONS = (
     _crash,
     _reported,
     _leaky,
+    _unwritten,
     _staged,
     _segfault,
     _segfault_on_two_heads,
