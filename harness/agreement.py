@@ -11,7 +11,7 @@ from harness.census import Verdict
 from harness.field import Field
 from harness.problem import Case
 from harness.variants import Variant
-from oracle.envelope import FLOOR
+from oracle.envelope import floor_of
 from oracle.rounding import FORMAT_OF_DTYPE
 
 
@@ -48,13 +48,17 @@ def expected_of(variant: Variant, case: Case, name: str, x: Tensor) -> tuple[Ten
     return selected * variant.factors.get(name, 1.0), variant.expected(case, name, numbered).long()
 
 
-def allowed_between(variant: Variant, dtype: torch.dtype) -> float:
-    """How far apart two elements may be."""
-    return FLOOR[FORMAT_OF_DTYPE[dtype]] if variant.scaled else 0.0
+def allowed_between(variant: Variant, name: str, dtype: torch.dtype, diagonal: str | None) -> float:
+    """How far apart two elements of a quantity may be; `diagonal` is that of the route's PrecisionSpec."""
+    return floor_of(name, FORMAT_OF_DTYPE[dtype], diagonal) if variant.scaled else 0.0
 
 
 def pairs(
-    variant: Variant, case: Case, first: Mapping[str, Tensor], second: Mapping[str, Tensor]
+    variant: Variant,
+    case: Case,
+    first: Mapping[str, Tensor],
+    second: Mapping[str, Tensor],
+    diagonal: str | None = None,
 ) -> Iterator[tuple[str, Pair | str]]:
     """Each quantity that the form says something about, or what is wrong with its shape."""
     for name, x in first.items():
@@ -63,16 +67,20 @@ def pairs(
             continue
         (expected, places), got = promised, variant.kept(case, name, second[name])
         if got.shape == expected.shape:
-            yield name, Pair(got, expected, places, allowed_between(variant, got.dtype))
+            yield name, Pair(got, expected, places, allowed_between(variant, name, got.dtype, diagonal))
         else:
             yield name, f"shape is {list(got.shape)}, must be {list(expected.shape)}"
 
 
 def violations(
-    variant: Variant, case: Case, first: Mapping[str, Tensor], second: Mapping[str, Tensor]
+    variant: Variant,
+    case: Case,
+    first: Mapping[str, Tensor],
+    second: Mapping[str, Tensor],
+    diagonal: str | None = None,
 ) -> Iterator[Verdict]:
     """A verdict for every quantity of the changed call that is not what the call itself says it must be."""
-    for name, pair in pairs(variant, case, first, second):
+    for name, pair in pairs(variant, case, first, second, diagonal):
         if isinstance(pair, Pair):
             count = int((~pair.same).sum())
             message = f"{count} of {pair.got.numel()} elements differ" if count else ""
@@ -83,13 +91,18 @@ def violations(
 
 
 def between(
-    variant: Variant, case: Case, name: str, first: Mapping[str, Tensor], second: Mapping[str, Tensor]
+    variant: Variant,
+    case: Case,
+    name: str,
+    first: Mapping[str, Tensor],
+    second: Mapping[str, Tensor],
+    diagonal: str | None = None,
 ) -> Field | None:
     """The difference where the call's own result has it: `expected` is what the call itself says, `got` the other form.
 
     None for a quantity that cannot be compared. What the form says nothing about is not measured.
     """
-    pair = dict(pairs(variant, case, first, second)).get(name)
+    pair = dict(pairs(variant, case, first, second, diagonal)).get(name)
     if not isinstance(pair, Pair):
         return None
     same, inside = pair.same, pair.places.flatten() > 0

@@ -134,15 +134,16 @@ def _fields(
     measured = measure(
         case.inputs, case.options, checked.runs[0], entry=problem.entry, spec=spec, queries=queries, seed=seed
     )
-    return measured | _between_forms(runner, finding, checked)
+    return measured | _between_forms(runner, route, finding, checked)
 
 
-def _between_forms(runner: Runner, finding: Finding, checked: Checked) -> Mapping[str, Field]:
+def _between_forms(runner: Runner, route: Route, finding: Finding, checked: Checked) -> Mapping[str, Field]:
     """The failing quantity in another form beside what the call itself says; empty for a failure of the call itself."""
     if _both(finding, checked) is None:
         return {}
     case, variant = materialise(finding.problem, "cpu" if runner.child else runner.device), VARIANTS[finding.variant]
-    found = between(variant, case, finding.quantity, checked.runs[0], checked.varied[finding.variant])
+    diagonal = route.judged_by(finding.problem).diagonal
+    found = between(variant, case, finding.quantity, checked.runs[0], checked.varied[finding.variant], diagonal)
     return {} if found is None else {finding.quantity: found}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.census import WORST_SHOWN, Census, Verdict, Wrong, worst
 from harness.rows import Block, Heads, blocks_of
 from kda.precision import PRODUCTS, PrecisionSpec
-from oracle.envelope import FLOOR, Limits, Statistics, rms, statistics
+from oracle.envelope import Limits, Statistics, floor_of, rms, statistics
 from oracle.natural import natural_core
 from oracle.operator import Options, evaluate, evaluate_gate
 from oracle.packing import Layout
@@ -57,6 +57,10 @@ class Call:
     limits: Limits
     layout: Layout
     heads: Heads
+
+    def floor(self, name: str, fmt: str) -> float:
+        """Below which a quantity is not compared."""
+        return floor_of(name, fmt, self.spec.diagonal)
 
     def evaluator(self, inputs: Mapping[str, Tensor | None]) -> Callable[..., dict[str, Tensor]]:
         """The oracle on `inputs`, as a function of the rounding and of the algorithm: recurrent, chunk, plain or gate.
@@ -182,7 +186,8 @@ class Part:
             return None
         error = torch.where(torch.isfinite(value), value - exact, 0.0)
         outputs = self.everything.some(0, self.count)
-        return Measured(value, exact, error, statistics(error, exact, errors, fmt, outputs, self.call.limits))
+        how = (fmt, outputs, self.call.limits, self.call.floor(name, fmt))
+        return Measured(value, exact, error, statistics(error, exact, errors, *how))
 
     def _block(self, name: str, block: Block, got: Tensor) -> Verdict:
         limits, fmt = self.call.limits, FORMAT_OF_DTYPE[got.dtype]
@@ -191,7 +196,7 @@ class Part:
             return self._without_envelope(name, block.take(self.exact[name]), torch.isfinite(block.take(got)))
         value, exact, error, stats = measured.value, measured.exact, measured.error, measured.statistics
         finite = torch.isfinite(value)
-        scale = torch.maximum(rms(exact), rms(exact, (1, 2))[:, None] * self._small_row()) + FLOOR[fmt]
+        scale = torch.maximum(rms(exact), rms(exact, (1, 2))[:, None] * self._small_row()) + self.call.floor(name, fmt)
         widest = self.of_limits * float((rms(stats.sigma) / scale).max())
         self.share[name] = max(self.share.get(name, 0.0), widest)
         overflow = (exact.abs() + limits.element * stats.sigma > LARGEST[fmt]) & (value.sign() == exact.sign())

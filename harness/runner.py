@@ -147,7 +147,8 @@ class Runner:
             if (one.quantity, one.statistic) not in {(v.quantity, v.statistic) for v in checked.verdicts}
         ]
         case = self._case(problem, "cpu" if self.child else self.device)
-        return list(agreement.violations(variant, case, outcome.outputs, varied.outputs))
+        diagonal = route.judged_by(problem).diagonal
+        return list(agreement.violations(variant, case, outcome.outputs, varied.outputs, diagonal))
 
     def verdict_like(
         self, finding: Finding, problem: Problem, seed: int = 0, limits: Limits | None = None

@@ -13,7 +13,7 @@ from harness.exactness import nearly_exact
 from harness.part import CONFIRMING, Call, Part, resolved
 from harness.rows import PER_QUERY_HEAD, blocks_of, heads_of, slice_heads, slice_output, tail_of
 from kda.precision import PrecisionSpec
-from oracle.envelope import FLOOR, LIMITS, Limits, output_unit, rms
+from oracle.envelope import LIMITS, Limits, output_unit, rms
 from oracle.operator import Options
 from oracle.packing import Layout
 from oracle.rounding import EXACT, FORMAT_OF_DTYPE, RandomGrids
@@ -237,18 +237,19 @@ class _Case:
             got, truth = (slice_output(name, x, queries, heads) for x in (whole, self.exact[name]))
             allowed = self.call.limits.row * share.get(name, 0.0)
             for block in blocks_of(name, got, self.call.layout, heads):
-                ratio = self._strayed(block.take(got), block.take(truth), allowed)
+                ratio = self._strayed(name, block.take(got), block.take(truth), allowed)
                 members = 1 if name in PER_QUERY_HEAD else heads.group
                 for query, value in zip(queries, ratio.view(-1, len(queries), members).amax((0, 2)).tolist()):
                     stray[query] = max(stray[query], value)
         far = sorted((query for query in queries if not stray[query] <= 1), key=lambda query: -stray[query])
         return sorted(far[: len(self._affordable(far))]) if far else []
 
-    def _strayed(self, value: Tensor, exact: Tensor, allowed: float) -> Tensor:
+    def _strayed(self, name: str, value: Tensor, exact: Tensor, allowed: float) -> Tensor:
         """`[N]`: the largest row error over what is allowed, beyond the rounding of the output; inf if not finite."""
         fmt = FORMAT_OF_DTYPE[value.dtype]
-        scale = torch.maximum(rms(exact), rms(exact, (1, 2))[:, None] * self.call.limits.small_row) + FLOOR[fmt]
-        excess = (value.double() - exact).abs() - output_unit(fmt) * exact.abs() * 1.001 - FLOOR[fmt]
+        floor = self.call.floor(name, fmt)
+        scale = torch.maximum(rms(exact), rms(exact, (1, 2))[:, None] * self.call.limits.small_row) + floor
+        excess = (value.double() - exact).abs() - output_unit(fmt) * exact.abs() * 1.001 - floor
         ratio = rms(excess.clamp(min=0)) / scale / max(allowed, output_unit("fp32"))
         return ratio.nan_to_num(nan=math.inf, posinf=math.inf).amax(1)
 

@@ -29,6 +29,20 @@ from oracle.rounding import OUTPUT, PRECISION_BITS, Rounding
 # Flush to zero and subnormals: nothing below this is compared.
 FLOOR = {"fp32": 2.0**-120, "tf32": 2.0**-120, "bf16": 2.0**-120, "fp16": 2.0**-24, "fp64": 0.0}
 
+# NOTE [Underflow of anchored pairs]
+# With gates in [-5, 0] the factors of an anchored pair lie within 2^+-58, and its gradient is multiplied by the small
+# one before it is by the large one: what falls below 2^-149 in between, the last number of fp32, is gone for good, and
+# would have been up to 2^-91. A row has 16 pairs. The rounding of replicas has no range of exponents and does not show
+# it.
+ANCHORED_FLOOR = 2.0**-87
+OF_PAIRS = frozenset({"dq", "dk", "dg", "dbeta", "dA_log", "ddt_bias"})
+
+
+def floor_of(name: str, fmt: str, diagonal: str | None = None) -> float:
+    """Below which a quantity of that format is not compared; `diagonal` is that of the algorithm's PrecisionSpec."""
+    anchored = name in OF_PAIRS and diagonal in ("anchor", "anchor_apart")
+    return max(FLOOR[fmt], ANCHORED_FLOOR) if anchored else FLOOR[fmt]
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -95,13 +109,20 @@ def _worst(x: Tensor) -> float:
 
 
 def statistics(
-    error: Tensor, exact: Tensor, errors: Tensor, fmt: str, rounding: Rounding, limits: Limits = LIMITS
+    error: Tensor,
+    exact: Tensor,
+    errors: Tensor,
+    fmt: str,
+    rounding: Rounding,
+    limits: Limits = LIMITS,
+    floor: float | None = None,
 ) -> Statistics:
-    """Every statistic of `error` against the replicas' `errors`; `fmt` is the format of the output.
+    """Every statistic of `error` against the replicas' `errors`; `fmt` is the format of the output, `floor` that of
+    `floor_of` if it is not the format's own.
 
     Fewer replicas than a screen has are a first look: see NOTE [First look].
     """
-    floor, share = FLOOR[fmt], limits.share(len(errors))
+    floor, share = FLOOR[fmt] if floor is None else floor, limits.share(len(errors))
     sigma = pooled_sigma(errors)
     half_ulp = output_unit(fmt) * (exact.abs() + share * limits.element * sigma) * 1.001 + floor
     excess = (error.abs() - half_ulp).clamp(min=0)

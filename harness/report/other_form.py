@@ -55,8 +55,9 @@ def form_of_call(made: Diagnosis, case: Case) -> FormOfCall:
         if n not in mine or n not in theirs or _differ(mine[n], theirs[n])
     }
     kept, itself = _places(made, case)
-    allowed = allowed_between(variant, made.results[0].dtype) if made.results else 0.0
-    factor = variant.factors.get(made.finding.quantity, 1.0)
+    quantity, diagonal = made.finding.quantity, made.route.judged_by(made.finding.problem).diagonal
+    allowed = allowed_between(variant, quantity, made.results[0].dtype, diagonal) if made.results else 0.0
+    factor = variant.factors.get(quantity, 1.0)
     return FormOfCall(changed, given_keywords(other, made.route), kept, itself, factor, allowed)
 
 

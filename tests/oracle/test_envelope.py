@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from oracle.envelope import FLOOR, LIMITS, pooled_sigma, statistics
+from oracle.envelope import ANCHORED_FLOOR, FLOOR, LIMITS, floor_of, pooled_sigma, statistics
 from oracle.rounding import RandomGrids, round_to
 
 N, T, D, M = 2, 24, 16, 8
@@ -95,6 +95,29 @@ def test_where_every_replica_is_exact_only_the_floor_is_allowed(fmt):
     assert "element" not in over(error, exact, replicas, fmt)
     error[0, 3, 1] = 1.01 * FLOOR[fmt]
     assert statistics(error, exact, replicas, fmt, RandomGrids(M, 3)).values["element"][0] == math.inf
+
+
+@pytest.mark.parametrize(
+    "name, diagonal, raised",
+    [
+        ("dk", "anchor_apart", True),
+        ("dbeta", "anchor", True),
+        ("dk", "halving", False),
+        ("dv", "anchor", False),
+        ("o", "anchor_apart", False),
+        ("dk", None, False),
+    ],
+)
+def test_anchored_pairs_lose_what_their_factors_make_underflow(name, diagonal, raised):
+    """2^-149 times the largest factor, for each of 16 pairs; fp16 has a higher floor anyway."""
+    assert floor_of(name, "bf16", diagonal) == (2.0 ** (-149 + 58 + 4) if raised else FLOOR["bf16"])
+    assert floor_of(name, "fp16", diagonal) == FLOOR["fp16"]
+    exact, error = 1e-30 * EXACT, torch.zeros_like(EXACT)
+    error[0, 3, 1] = 0.9 * ANCHORED_FLOOR
+    how = (exact, 1e-30 * REPLICAS, "fp32", RandomGrids(M, 3))
+    for size, inside in ((1, raised), (1.2, False)):
+        value, limit = statistics(size * error, *how, floor=floor_of(name, "fp32", diagonal)).values["element"]
+        assert (value <= limit) == inside
 
 
 def test_nan_is_never_inside():
