@@ -44,6 +44,7 @@ _STARTS = {"entry": "chunk", "intermediates": True, "chunk_size": 32}
 _ERASED = {"dtype": "fp16", "K": 1, "V": 3, "q": "gauss", "beta_sigmoid": True, "beta": "gauss", **_SLOW_BOUNDED}
 _REPORTED = replace(_BASE, lengths=(70,), K=16, V=16, dtype="bf16", g="zeros", beta="ones", l2norm=True, q="gauss")
 _MODEL = {"K": 128, "V": 128, "dtype": "bf16", "gate_dtype": "bf16", **_NORMALISED, **_LOGITS}
+_FADING = {"g": "bounded", "loss": "state", "K": 64, "V": 64, "dtype": "bf16", **_NORMALISED, **_LOGITS}
 _GATE = Problem(entry="gate", lengths=(40,), heads=2, K=4, g="gauss", gate="softplus", A_log="zeros", do="gauss")
 
 
@@ -154,6 +155,8 @@ FAMILIES: tuple[Family, ...] = (
             _but(g="half_bound", lengths=(40,), dtype="bf16"),
             _but(**{**_BOUNDED, "g": "raw_100", "A_log": "zeros"}, lengths=(33,)),
             _but(**{**_BOUNDED, "g": "raw_1e4", "A_log": None, "dt_bias": None}),
+            # Gradients of 1e-35: NOTE [Underflow of anchored pairs] in oracle/envelope.py.
+            _but(**_FADING, safe_gate=True, lengths=(40,), seed=1),
         ),
         {**_FREE, "k": ("unit",), "g": ("bound", "half_bound")},
         {"safe_gate": True},
@@ -241,6 +244,9 @@ FAMILIES: tuple[Family, ...] = (
             _but(q="tiny", k="tiny", l2norm=True),
             _but(k="zeros", q="ones", l2norm=True),
             _but(q="huge"),
+            _but(**_NORMALISED, dtype="bf16", scale=0.0),
+            _but(**_NORMALISED, dtype="bf16", scale=1e-25),
+            _but(**_NORMALISED, dtype="bf16", scale=-3e4),
         ),
         {**_FREE, "k": ("unit", "some_zero", "zeros"), "v": ("huge", "tiny", "gauss_1e3")},
     ),

@@ -42,3 +42,10 @@ def sigmoid(b_x):
     """1 / (1 + exp(-x)), without overflow and with full relative accuracy for negative x."""
     b_e = exp(-tl.abs(b_x))
     return tl.where(b_x >= 0.0, 1.0, b_e) / (1.0 + b_e)
+
+
+@triton.jit
+def sigmoid_slope(b_x):
+    """sigmoid'(x) = e / (1 + e)^2 with e = exp(-|x|): no difference cancels."""
+    b_e = exp(-tl.abs(b_x))
+    return b_e / ((1.0 + b_e) * (1.0 + b_e))

@@ -17,18 +17,21 @@ FIRST_ARCH = 80
 
 
 class _FusedFunction(torch.autograd.Function):
-    """Keeps the inputs; the backward pass computes the states again."""
+    """Keeps the inputs; with `disable_recompute` what is made of them too, which is otherwise made again."""
 
     @staticmethod
     def forward(ctx, call: Call, plan: FusedPlan, *tensors: Tensor | None):
-        chunk_bwd.keep(ctx, call, plan, tensors)
-        return scan(call, plan, prepare(call, plan))
+        if not call.disable_recompute:
+            chunk_bwd.keep(ctx, call, plan, tensors)
+            return scan(call, plan, prepare(call, plan))
+        o, ht, kept = fused_bwd.keeping(call, plan)
+        chunk_bwd.keep(ctx, call, plan, tensors, kept.tensors())
+        return o, ht
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, do, dht):
-        formula = lambda call, plan, do, dht, _: fused_bwd.gradients(call, plan, do, dht)  # noqa: E731
-        return None, None, *chunk_bwd.kept_gradients(ctx, saved, formula, do, dht)
+        return None, None, *chunk_bwd.kept_gradients(ctx, saved, fused_bwd.gradients, do, dht)
 
 
 def chunk_kda_fused(call: Call, route: str) -> tuple[Tensor, Tensor | None, None]:

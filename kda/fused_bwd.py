@@ -2,12 +2,14 @@
 
 import functools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kda import fused_stages, trace
-from kda.adjoints import allocate_tokens, beta_gradient, query_gradient
+from kda.adjoints import allocate_tokens, query_gradient
 from kda.chunk_fwd import BLOCK, anchored, half_span, launch
 from kda.contract import Call
 from kda.fused_chunk_bwd import kda_fused_chunk_bwd_kernel
@@ -18,6 +20,7 @@ from kda.fused_fwd import (
     options,
     prepare,
     run_scan,
+    scan,
     takes_tma,
 )
 from kda.fused_scan_bwd import kda_fused_scan_bwd_kernel
@@ -34,35 +37,73 @@ CHUNK = {
 }
 
 
-def gradients(call: Call, plan: FusedPlan, do: Tensor | None, dht: Tensor | None) -> dict[str, Tensor | None]:
-    """Every gradient of a call on dense tensors, by the name of its argument, from its inputs."""
-    do, dht = torch.zeros_like(call.v) if do is None else dense(do), dense(dht)
-    return gradients_from(call, plan, *prepare_adjoint(call, plan), do, dht)
+@dataclass(frozen=True)
+class Kept:
+    """What the backward pass reads of the forward one: chunks as operators, y and the states before the chunks."""
+
+    made: Workspace
+    y: Tensor
+    states: Tensor
+
+    @classmethod
+    def room(cls, call: Call, plan: FusedPlan, made: Workspace) -> "Kept":
+        """With a y and states that a scan has still to fill."""
+        return cls(made, torch.empty_like(call.v), _states(call, plan))
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return *self.made.tensors(), self.made.factors, *self.made.tables, self.y, self.states
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None]) -> "Kept":
+        """From what `tensors` gave."""
+        *tiles, rows, counts, y, states = tensors
+        return cls(Workspace(*tiles, (rows, counts)), y, states)
 
 
-def prepare_adjoint(call: Call, plan: FusedPlan) -> tuple[Workspace, Tensor]:
-    """(every chunk as an operator, its factors as `prepare` has them)."""
-    factors = torch.empty(*call.beta.shape, 3, dtype=torch.float32, device=call.q.device)
-    return prepare(call, plan, factors), factors
+def keeping(call: Call, plan: FusedPlan) -> tuple[Tensor, Tensor | None, Kept]:
+    """(o, final state if asked for, what the backward pass need not compute again)."""
+    kept = Kept.room(call, plan, prepare(call, plan, adjoint=True))
+    return *scan(call, plan, kept.made, kept.y, kept.states), kept
 
 
-def gradients_from(
-    call: Call, plan: FusedPlan, made: Workspace, factors: Tensor, do: Tensor, dht: Tensor | None
+def gradients(
+    call: Call, plan: FusedPlan, do: Tensor | None, dht: Tensor | None, kept: Sequence[Tensor | None] = ()
 ) -> dict[str, Tensor | None]:
-    """The same from chunks that are prepared."""
-    y, states = _values_and_states(call, plan, made)
+    """Every gradient of a call on dense tensors, by the name of its argument, from its inputs, or from what was kept of
+    the forward pass.
+    """
+    do, dht = torch.zeros_like(call.v) if do is None else dense(do), dense(dht)
+    there = Kept.of(kept) if kept else values_and_states(call, plan, prepare_adjoint(call, plan))
+    return gradients_from(call, plan, there, do, dht)
+
+
+def prepare_adjoint(call: Call, plan: FusedPlan) -> Workspace:
+    """Every chunk as an operator, for the backward pass alone."""
+    return prepare(call, plan, forward=False, adjoint=True)
+
+
+def values_and_states(call: Call, plan: FusedPlan, made: Workspace) -> Kept:
+    """From chunks that are prepared: the forward scan again, without its outputs."""
+    kept = Kept.room(call, plan, made)
+    run_scan(call, plan, made, y=kept.y, states=kept.states)
+    return kept
+
+
+def gradients_from(call: Call, plan: FusedPlan, kept: Kept, do: Tensor, dht: Tensor | None) -> dict[str, Tensor | None]:
+    """The same from what the forward pass, or its repetition, left."""
+    made, y, states = kept.made, kept.y, kept.states
     dstates = _states(call, plan)
     dv, dh0 = reverse_scan(call, plan, made, do, dht, dstates)
     if trace.is_open():
         fused_stages.show_backward(call, made.tables, states, dstates)
     between = (y, do, dv, states, dstates)
-    dq, dk, dg, dbeta, dA_log, ddt_bias = _chunks(call, plan, made.tables, factors, between)
+    dq, dk, dg, dbeta, dA_log, ddt_bias = _chunks(call, plan, made.tables, made.factors, between)
     return {
         "q": dq,
         "k": dk,
         "v": dv,
         "g": dg,
-        "beta": beta_gradient(call, dbeta),
+        "beta": _beta_gradient(call, dbeta, made.factors),
         "A_log": dA_log,
         "dt_bias": ddt_bias,
         "initial_state": dh0,
@@ -73,13 +114,6 @@ def _states(call: Call, plan: FusedPlan) -> Tensor:
     """Room for a state of every chunk: bf16, as the last kernel multiplies them, V-first."""
     _, _, _, HV, K, V = call.shape
     return torch.empty(plan.slots, HV, V, K, dtype=torch.bfloat16, device=call.q.device)
-
-
-def _values_and_states(call: Call, plan: FusedPlan, made: Workspace) -> tuple[Tensor, Tensor]:
-    """(y, the states before the chunks): the forward scan again, without its outputs."""
-    y, states = torch.empty_like(call.v), _states(call, plan)
-    run_scan(call, plan, made, y, 1.0, states=states, values=True)
-    return y, states
 
 
 def reverse_scan(
@@ -97,10 +131,23 @@ def reverse_scan(
     arguments = (do, dv, *made.tensors(), dht, dh0, states, dense(call.cu_seqlens), *blocks)
     sizes = (2.0**plan.shift, 2.0**-plan.shift, T, HV)
     stages = tile.stages if blocks[0] is None else tile.tma_stages
-    shape = {"K": K, "V": V, "C": C, "BV": tile.BV, "V_FIRST": call.state_v_first, "STAGES": stages}
+    shape = {"K": K, "V": V, "C": C, "BV": tile.BV, "TILES": made.tiles}
+    shape |= {"V_FIRST": call.state_v_first, "STAGES": stages}
     grid = call.sequences * HV * (V // tile.BV)
     launch(plan, kda_fused_scan_bwd_kernel, grid, *arguments, *sizes, **shape, num_warps=tile.num_warps)
     return dv, dh0
+
+
+def _beta_gradient(call: Call, dbeta: Tensor, factors: Tensor) -> Tensor:
+    """Through beta's sigmoid if it is in the kernel, by the slopes that were made of it."""
+    if not call.use_beta_sigmoid_in_kernel:
+        return dbeta.to(call.beta.dtype)
+    return torch.mul(dbeta, factors[..., 3], out=torch.empty_like(call.beta))
+
+
+def _inverse(scale: float) -> float:
+    """1 / scale, or 0 where there is none in fp32."""
+    return 0.0 if abs(scale) < torch.finfo(torch.float32).tiny else 1.0 / scale
 
 
 def _chunks(
@@ -121,7 +168,7 @@ def _chunks(
     dA_log, ddt_bias = partial(call.A_log), partial(call.dt_bias)
     inputs = (call.q, call.k, call.g, factors, call.A_log, call.dt_bias)
     results = (dq, dk, dg, dbeta, dA_log, ddt_bias)
-    sizes = (call.lower_bound or 0.0, half_span(call, plan.route), call.scale, T, H, HV)
+    sizes = (call.lower_bound or 0.0, half_span(call, plan.route), call.scale, _inverse(call.scale), T, H, HV)
     levels = int(math.log2(BLOCK))
     tile = {
         "K": K,

@@ -31,11 +31,11 @@ from kda.fused_prep import chunk_place
 
 
 @triton.jit
-def store_gradient(p_x, b_dx, b_x, scale, b_rstd, m_t, NORMALISED: tl.constexpr):
+def store_gradient(p_x, b_dx, b_x, scale, unscale, b_rstd, m_t, NORMALISED: tl.constexpr):
     """Columns of the gradient of a row, from that of x, scale times it; NORMALISED: scale rstd times it, a unit row."""
     b_scale = scale + tl.zeros_like(b_rstd)
     if NORMALISED:
-        b_dx -= b_x * (tl.sum(b_x * b_dx, axis=0) / (scale * scale))[None, :]
+        b_dx -= b_x * (tl.sum(b_x * b_dx, axis=0) * unscale * unscale)[None, :]
         b_scale *= b_rstd
     tl.store(p_x, (b_dx * b_scale[None, :]).to(p_x.dtype.element_ty), mask=m_t[None, :])
 
@@ -117,6 +117,7 @@ def kda_fused_chunk_bwd_kernel(
     lower_bound,
     half_span,
     scale,
+    unscale,
     T,
     H,
     HV,
@@ -135,7 +136,7 @@ def kda_fused_chunk_bwd_kernel(
     """dq, dk, dg `[rows, HV, K]` and dbeta of the activated beta: NOTE [Chunks apart]; one program per chunk and head.
 
     factors: those of `kda_fused_prep_kernel`. dA_log, ddt_bias `[slots, HV, K]` fp32, or None: a chunk's part of the
-    gradients of A_log, by channel, and of dt_bias.
+    gradients of A_log, by channel, and of dt_bias. unscale: 1 / scale, or 0 where that is 0.
     SHARED: several value heads share a query head, whose dq and dk are summed, and taken through l2norm, elsewhere.
     """
     i_p = tl.program_id(0).to(tl.int64)
@@ -160,7 +161,7 @@ def kda_fused_chunk_bwd_kernel(
     b_g = tl.load(g + i_rv * K + o_k[:, None] + o_row * (HV * K))
     b_q = tl.load(q + o_qk)
     b_k = tl.load(k + o_qk)
-    factors += (i_rv + o_t * HV) * 3
+    factors += (i_rv + o_t * HV) * 4
     b_q_rstd = tl.load(factors, mask=m_t, other=0.0) if L2NORM else tl.full([C], 1.0, tl.float32)
     b_k_rstd = tl.load(factors + 1, mask=m_t, other=0.0) if L2NORM else tl.full([C], 1.0, tl.float32)
     b_beta = tl.load(factors + 2, mask=m_t, other=0.0)
@@ -227,5 +228,5 @@ def kda_fused_chunk_bwd_kernel(
         if ddt_bias is not None:
             tl.store(ddt_bias + i_p * K + o_k, tl.sum(b_dg, axis=1))
     tl.store(dg + o_x, b_dg.to(dg.dtype.element_ty), mask=m_t[None, :])
-    store_gradient(dq + o_x, b_dq, b_q, scale, b_q_rstd, m_t, L2NORM and not SHARED)
-    store_gradient(dk + o_x, b_dk, b_k, 1.0, b_k_rstd, m_t, L2NORM and not SHARED)
+    store_gradient(dq + o_x, b_dq, b_q, scale, unscale, b_q_rstd, m_t, L2NORM and not SHARED)
+    store_gradient(dk + o_x, b_dk, b_k, 1.0, 1.0, b_k_rstd, m_t, L2NORM and not SHARED)

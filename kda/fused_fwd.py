@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kda import fused_stages, trace
+from kda.adjoints import allocate_tokens
 from kda.chunk_fwd import BLOCK, anchored, launch
 from kda.contract import SAFE_BOUND, Call
 from kda.fused_prep import kda_fused_prep_kernel
@@ -38,9 +39,10 @@ class Tile:
 # Configurations go by K and the gates' bound alone, so that no result depends on a batch or a length, and nothing is
 # tuned.
 SCAN = {64: Tile(64, 4, 6, 3), 128: Tile(64, 4, 6, 3), 256: Tile(32, 4, 3, 2)}
-# Columns of K at a time: as many as leave three chunks, of one warp each, to a scheduler's registers.
-PREP = {"BK": 32, "num_warps": 1}
-PREP_CAPPED = {"maxnreg": 168}  # of unbounded gates: uncapped, a fifth slower on an H200
+# Columns of K at a time: as many as leave three chunks, of one warp each, to a scheduler's registers, or four where
+# gates are unbounded and every level takes a tile.
+PREP = {"BK": 32, "num_warps": 1, "maxnreg": 168}
+PREP_LEVELS = {"BK": 16, "num_warps": 1, "maxnreg": 128}
 
 
 @functools.cache
@@ -103,26 +105,34 @@ class FusedPlan:
 class Workspace:
     """What the scan needs of each chunk, by slot and value head: see `kda_fused_prep_kernel`.
 
-    `tables`: (first row, tokens) of every slot, int64; Nones for a dense batch, which needs none.
+    `tables`: (first row, tokens) of every slot, int64; Nones for a dense batch, which needs none. `factors`: what the
+    last kernel of the backward pass needs too, `[B, T, HV, 4]` fp32, or None.
     """
 
     kq_decayed: Tensor
     k_rest: Tensor
     response: Tensor
     decay: Tensor
+    factors: Tensor | None
     tables: tuple[Tensor | None, Tensor | None]
 
     @classmethod
-    def of(cls, call: Call, plan: FusedPlan) -> "Workspace":
-        _, _, _, HV, K, _ = call.shape
+    def of(cls, call: Call, plan: FusedPlan, forward: bool, adjoint: bool) -> "Workspace":
+        B, T, _, HV, K, _ = call.shape
         slots, operand = plan.slots, {"dtype": torch.bfloat16, "device": call.q.device}
         return cls(
             torch.empty((slots, HV, 2 * BLOCK, K), **operand),
             torch.empty((slots, HV, BLOCK, K), **operand),
-            torch.empty((slots, HV, 3 * BLOCK, BLOCK), **operand),
+            torch.empty((slots, HV, (2 + forward + adjoint) * BLOCK, BLOCK), **operand),
             torch.empty((slots, HV, K), dtype=torch.float32, device=call.q.device),
+            allocate_tokens(call, B, T, HV, 4) if adjoint else None,
             chunk_tables(call, plan),
         )
+
+    @property
+    def tiles(self) -> int:
+        """Of a chunk's response."""
+        return self.response.shape[2] // BLOCK
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.kq_decayed, self.k_rest, self.response, self.decay
@@ -157,22 +167,20 @@ def options(call: Call, plan: FusedPlan) -> dict[str, object]:
     }
 
 
-def prepare(call: Call, plan: FusedPlan, factors: Tensor | None = None) -> Workspace:
-    """Every chunk as an operator, all of them at once; with `factors` `[B, T, HV, 3]`, which is filled: as the backward
-    pass wants them.
-    """
+def prepare(call: Call, plan: FusedPlan, forward: bool = True, adjoint: bool = False) -> Workspace:
+    """Every chunk as an operator, all of them at once, for the forward pass, its adjoint, or both."""
     _, T, H, HV, K, _ = call.shape
-    made = Workspace.of(call, plan)
+    made = Workspace.of(call, plan, forward, adjoint)
     inputs = (call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias)
     sizes = (call.lower_bound or 0.0, call.beta_range, float(plan.shift), call.scale, T, H, HV)
     flags = {**options(call, plan), "BETA_SIGMOID": call.use_beta_sigmoid_in_kernel}
-    flags |= {"SOLVED": plan.solved, "ADJOINT": factors is not None}
-    tile = {"K": K, "C": BLOCK, **PREP, **({} if anchored(plan.route) else PREP_CAPPED)}
+    flags |= {"SOLVED": plan.solved, "FORWARD": forward, "ADJOINT": adjoint}
+    tile = {"K": K, "C": BLOCK, **(PREP if anchored(plan.route) else PREP_LEVELS)}
     programs = plan.slots * HV if call.sequences else 0
-    between = (*made.tensors(), factors, *made.tables)
+    between = (*made.tensors(), made.factors, *made.tables)
     launch(plan, kda_fused_prep_kernel, programs, *inputs, *between, *sizes, **flags, **tile)
     if trace.is_open():
-        fused_stages.show_workspace(call, plan.shift, made, factors is not None)
+        fused_stages.show_workspace(call, plan.shift, made)
     return made
 
 
@@ -181,11 +189,13 @@ def takes_tma(plan: FusedPlan, *tensors: Tensor) -> bool:
     return plan.tma and not any(x.data_ptr() % 16 for x in tensors)
 
 
-def scan(call: Call, plan: FusedPlan, made: Workspace) -> tuple[Tensor, Tensor | None]:
-    """(o, final state if asked for)."""
+def scan(
+    call: Call, plan: FusedPlan, made: Workspace, y: Tensor | None = None, states: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(o, final state if asked for); `y` and `states` are filled too, if they are there."""
     o = (torch.empty if call.sequences else torch.zeros)(call.v.shape, dtype=call.v.dtype, device=call.v.device)
     ht = torch.empty(call.state_shape, dtype=torch.float32, device=o.device) if call.output_final_state else None
-    run_scan(call, plan, made, o, call.scale, ht=ht)
+    run_scan(call, plan, made, o, y, ht, states)
     return o, ht
 
 
@@ -193,29 +203,28 @@ def run_scan(
     call: Call,
     plan: FusedPlan,
     made: Workspace,
-    o: Tensor | None,
-    scale: float,
+    o: Tensor | None = None,
+    y: Tensor | None = None,
     ht: Tensor | None = None,
     states: Tensor | None = None,
-    values: bool = False,
     blank: bool = False,
 ) -> None:
-    """Fill what there is of o (`values`: with y), the final state, and the states before every chunk.
+    """Fill what there is of o, y, the final state, and the states before every chunk.
 
     `blank`: nothing is written to the states, which have K columns.
     """
     _, T, _, HV, K, V = call.shape
     N, C, tile, V, v = call.sequences, BLOCK, SCAN[K], K if blank else V, None if blank else call.v
-    blocks = (None,) * 6
+    blocks = (None,) * 7
     if takes_tma(plan, call.v):
-        rows = C if o is None or values else 2 * C
+        rows = C if o is None else 2 * C
         wide = lambda x: None if x is None else descriptor(x, HV * V, (C, tile.BV))  # noqa: E731
         kept = None if states is None else descriptor(states, K, (tile.BV, K))
-        blocks = (wide(v), wide(o), *made.descriptors(rows), kept)
-    arguments = (v, o, *made.tensors(), call.initial_state, ht, states, dense(call.cu_seqlens), *blocks)
-    sizes = (scale, 2.0**-plan.shift, N, T, HV)
-    stages = tile.stages if blocks[2] is None else tile.tma_stages
-    shape = {"K": K, "V": V, "C": C, "BV": tile.BV, "V_FIRST": call.state_v_first, "VALUES": values}
+        blocks = (wide(v), wide(o), wide(y), *made.descriptors(rows), kept)
+    arguments = (v, o, y, *made.tensors(), call.initial_state, ht, states, dense(call.cu_seqlens), *blocks)
+    sizes = (2.0**-plan.shift, N, T, HV)
+    stages = tile.stages if blocks[3] is None else tile.tma_stages
+    shape = {"K": K, "V": V, "C": C, "BV": tile.BV, "TILES": made.tiles, "V_FIRST": call.state_v_first}
     grid = N * HV * (V // tile.BV)
     launch(plan, kda_fused_scan_kernel, grid, *arguments, *sizes, **shape, STAGES=stages, num_warps=tile.num_warps)
 
@@ -227,6 +236,6 @@ def maps(call: Call, plan: FusedPlan, made: Workspace) -> tuple[Tensor, Tensor]:
     HV, K = call.shape[3:5]
     units = identities(call.sequences, HV, K, call.q.device)
     P, Q = torch.empty_like(units), torch.empty(call.state_shape, dtype=torch.float32, device=call.q.device)
-    run_scan(replace(call, initial_state=units), plan, made, None, 1.0, ht=P, blank=True)
-    run_scan(replace(call, initial_state=None), plan, made, None, 1.0, ht=Q)
+    run_scan(replace(call, initial_state=units), plan, made, ht=P, blank=True)
+    run_scan(replace(call, initial_state=None), plan, made, ht=Q)
     return P, Q

@@ -5,13 +5,15 @@ import triton.language as tl
 
 from kda.chunk_intra import step_range, step_region
 from kda.chunk_tiles import load_betas, operand, product, store_column
+from kda.fp32_math import sigmoid_slope
 from kda.fused_gate import log2_gate, range_sums_from, split_half
 from kda.recurrent_kernels import L2NORM_EPS
 
 # NOTE [Chunk as an operator]
 # With R = (I + A_kk diag(b))^-1 a chunk is
-#     x = v - (k 2^G) S     y = R x     o = scale ((q 2^G) S + (A_qk b R) x)     S <- 2^G_C S + (b k 2^(G_C - G))^T y
-# so that a scan over the chunks needs v and five small tiles: [k; q] 2^G, R, A_qk b R, b k 2^(G_C - G) and 2^G_C.
+#     x = v - (k 2^G) S    y = R x    o = (scale q 2^G) S + (scale A_qk b R) x    S <- 2^G_C S + (b k 2^(G_C - G))^T y
+# so that a scan over the chunks needs v and five small tiles: [k; scale q] 2^G, R, scale A_qk b R, b k 2^(G_C - G) and
+# 2^G_C.
 # Little rounds on the way: x is v itself, to the last bit, where the state says nothing; R has a diagonal of 1, so that
 # y is x where tokens share nothing; and o sees neither the rounding of y nor those of A_qk, b and R apart, as it would
 # through w and u. (b y is v_new of the staged route.) Chunks have 16 rows, one warp each: no barriers between warps,
@@ -23,7 +25,7 @@ from kda.recurrent_kernels import L2NORM_EPS
 #
 # The backward pass is the adjoint of the same form, with dv for what comes back to x:
 #     dv = R^T ((scale A_qk b)^T do + (b k 2^(G_C - G)) dS)     dS <- 2^G_C dS + (scale q 2^G)^T do - (k 2^G)^T dv
-# and wants scale A_qk b instead of A_qk b R, and scale among the decayed q.
+# and wants scale A_qk b instead of scale A_qk b R; all else is the same.
 
 # NOTE [Shifted rows]
 # With gates in [bound, 0] all pairs i > j of 16 rows fit into one product: 2^(G_i + c) scales row i and 2^(-G_j - c)
@@ -110,15 +112,16 @@ def kda_fused_prep_kernel(
     L2NORM: tl.constexpr,
     BETA_SIGMOID: tl.constexpr,
     SOLVED: tl.constexpr,
+    FORWARD: tl.constexpr,
     ADJOINT: tl.constexpr,
 ):
     """The four tiles of NOTE [Chunk as an operator], by slot and value head; one program each.
 
-    kq_decayed `[slots, HV, 2 C, K]`: k 2^(G + shift), then q 2^(G + shift); k_rest `[slots, HV, C, K]`:
-    b k 2^(G_C - G); response `[slots, HV, 3 C, C]`: R, what its rounding left, A_qk b R; decay `[slots, HV, K]` fp32.
-    factors `[B, T, HV, 3]` fp32, or None: 1 / |q| and 1 / |k|, with L2NORM, and beta. GATE: none, softplus or bounded.
-    SOLVED: the format of A_qk b and of R in their product, fp16 where both are known to be small. ADJOINT: for the
-    backward pass, scale q for q, and scale A_qk b for A_qk b R.
+    kq_decayed `[slots, HV, 2 C, K]`: k 2^(G + shift), then scale q 2^(G + shift); k_rest `[slots, HV, C, K]`:
+    b k 2^(G_C - G); response `[slots, HV, TILES C, C]`: R, what its rounding left, scale A_qk b R if FORWARD, and
+    scale A_qk b if ADJOINT; decay `[slots, HV, K]` fp32. factors `[B, T, HV, 4]` fp32, if ADJOINT: 1 / |q| and 1 / |k|,
+    with L2NORM, beta, and its slope, with BETA_SIGMOID. GATE: none, softplus or bounded. SOLVED: the format of A_qk b
+    and of R in their product, fp16 where both are known to be small.
     """
     i_p = tl.program_id(0).to(tl.int64)
     i_hv = (i_p % HV).to(tl.int32)
@@ -138,7 +141,8 @@ def kda_fused_prep_kernel(
     beta += i_row * HV + i_hv
     kq_decayed += i_p * (2 * C * K)
     k_rest += i_p * (C * K)
-    response += i_p * (3 * C * C)
+    TILES: tl.constexpr = 2 + FORWARD + ADJOINT
+    response += i_p * (TILES * C * C)
     decay += i_p * K
     b_A = tl.load(A_log + i_hv).to(tl.float32) if A_log is not None else 0.0
 
@@ -153,16 +157,16 @@ def kda_fused_prep_kernel(
         b_k_rstd = tl.rsqrt(diagonal_product(b_raw_k, b_raw_k) + L2NORM_EPS)
         b_q_rstd = tl.rsqrt(diagonal_product(b_raw_q, b_raw_q) + L2NORM_EPS)
         b_diagonal *= b_q_rstd * b_k_rstd
+    beta += tl.minimum(o_t, count - 1) * HV
+    b_beta = load_betas(beta, m_t, beta_range, BETA_SIGMOID)
     if ADJOINT:
-        b_diagonal *= scale
-
-    b_beta = load_betas(beta + tl.minimum(o_t, count - 1) * HV, m_t, beta_range, BETA_SIGMOID)
-    if factors is not None:
-        factors += ((i_row + o_t) * HV + i_hv) * 3
+        factors += ((i_row + o_t) * HV + i_hv) * 4
         if L2NORM:
             store_column(factors, b_q_rstd, m_t, o_j)
             store_column(factors + 1, b_k_rstd, m_t, o_j)
         store_column(factors + 2, b_beta, m_t, o_j)
+        if BETA_SIGMOID:
+            store_column(factors + 3, beta_range * sigmoid_slope(tl.load(beta).to(tl.float32)), m_t, o_j)
     b_qk = tl.zeros([C, C], tl.float32)
     b_kk = tl.zeros([C, C], tl.float32)
     for i_k in tl.range(0, K // BK, num_stages=1):
@@ -179,14 +183,12 @@ def kda_fused_prep_kernel(
         if L2NORM:
             b_k *= b_k_rstd[:, None]
             b_q *= b_q_rstd[:, None]
-        if ADJOINT:
-            b_q *= scale
         b_G = range_sums_from(shift, o_j <= o_i, b_hi, b_lo)
         b_x = tl.exp2(b_G)
         b_later_k = b_k * b_x
         b_later_q = b_q * b_x
         tl.store(kq_decayed + (o_i * K + o_k[None, :]), b_later_k.to(tl.bfloat16))
-        tl.store(kq_decayed + ((C + o_i) * K + o_k[None, :]), b_later_q.to(tl.bfloat16))
+        tl.store(kq_decayed + ((C + o_i) * K + o_k[None, :]), (scale * b_later_q).to(tl.bfloat16))
         b_x = tl.exp2(range_sums_from(0.0, o_j > o_i, b_hi, b_lo))
         tl.store(k_rest + (o_i * K + o_k[None, :]), (b_beta[:, None] * b_k * b_x).to(tl.bfloat16))
         if ANCHORED:
@@ -207,6 +209,8 @@ def kda_fused_prep_kernel(
     b_rounded = b_R.to(tl.bfloat16)
     tl.store(response + (o_i * C + o_j), b_rounded)
     tl.store(response + ((C + o_i) * C + o_j), (b_R - b_rounded.to(tl.float32)).to(tl.bfloat16))
-    if not ADJOINT:
-        b_qk = product(operand(b_qk, SOLVED), operand(b_R, SOLVED), SOLVED)
-    tl.store(response + ((2 * C + o_i) * C + o_j), b_qk.to(tl.bfloat16))
+    if FORWARD:
+        b_qkR = product(operand(b_qk, SOLVED), operand(b_R, SOLVED), SOLVED)
+        tl.store(response + ((2 * C + o_i) * C + o_j), (scale * b_qkR).to(tl.bfloat16))
+    if ADJOINT:
+        tl.store(response + (((TILES - 1) * C + o_i) * C + o_j), (scale * b_qk).to(tl.bfloat16))

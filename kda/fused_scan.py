@@ -72,23 +72,33 @@ def scan_step(
     unshift,
     BV: tl.constexpr,
     C: tl.constexpr,
-    QUERIES: tl.constexpr,
+    OUTPUTS: tl.constexpr,
 ):
-    """NOTE [Chunk as an operator]: (the state `[BV, K]` after the chunk, its outputs without scale, `[BV, C]`).
-
-    Without QUERIES y instead of the outputs, from the keys alone.
-    """
+    """NOTE [Chunk as an operator]: (the state `[BV, K]` after the chunk, its outputs, if wanted, and y, `[BV, C]`)."""
     b_Skq = tl.dot(b_S.to(tl.bfloat16), tl.trans(b_kq))
     b_Sk = b_Skq
-    if QUERIES:
+    if OUTPUTS:
         b_Sk, b_Sq = halves(b_Skq, BV, C)
     b_x = (tl.trans(b_v).to(tl.float32) - unshift * b_Sk).to(tl.bfloat16)
     b_y = tl.dot(b_x, tl.trans(b_R), tl.dot(b_x, tl.trans(b_R_rest)))
     b_o = b_y
-    if QUERIES:
+    if OUTPUTS:
         b_o = tl.dot(b_x, tl.trans(b_AR), unshift * b_Sq)
     b_S = tl.dot(b_y.to(tl.bfloat16), b_rest, b_S * b_decay[None, :])
-    return b_S, b_o
+    return b_S, b_o, b_y
+
+
+@triton.jit
+def store_values(x, blocks, i_row, i_t, i_hv, b_x, o_tv, m, HV, V: tl.constexpr):
+    """Rows of `[B, T, HV, V]`, i_t behind the first one of a sequence, through the descriptor if there is one, if they
+    are wanted.
+    """
+    if x is not None:
+        b_x = tl.trans(b_x.to(tl.bfloat16))
+        if blocks is not None:
+            blocks.store([(i_row + i_t).to(tl.int32), i_hv], b_x)
+        else:
+            tl.store(x + i_t * HV.to(tl.int64) * V + o_tv, b_x, mask=m)
 
 
 @triton.jit
@@ -108,6 +118,7 @@ def store_state(states, blocks, i_state, i_v, b_S, V: tl.constexpr):
 def kda_fused_scan_kernel(
     v,
     o,
+    y,
     kq_decayed,
     k_rest,
     response,
@@ -118,11 +129,11 @@ def kda_fused_scan_kernel(
     cu_seqlens,
     v_blocks,
     o_blocks,
+    y_blocks,
     kq_blocks,
     rest_blocks,
     response_blocks,
     state_blocks,
-    scale,
     unshift,
     N,
     T,
@@ -131,20 +142,19 @@ def kda_fused_scan_kernel(
     V: tl.constexpr,
     C: tl.constexpr,
     BV: tl.constexpr,
+    TILES: tl.constexpr,
     V_FIRST: tl.constexpr,
-    VALUES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """o `[B, T, HV, V]` and the final states from the tiles of `kda_fused_prep_kernel`.
 
     One program per (BV columns of V, value head, sequence). `*_blocks` are tensor descriptors of the same memory, rows
-    by columns, or all None. unshift: 2^-shift. Packed: rows after the last sequence get o = 0. VALUES, for the backward
-    pass: o receives y. o None: the final states alone; v None: values of 0. states `[slots, HV, V, K]` bf16, or None: S
-    before every chunk.
+    by columns, or all None. unshift: 2^-shift. Packed: rows after the last sequence get o = 0. For the backward pass y
+    `[B, T, HV, V]` and states `[slots, HV, V, K]` bf16, S before every chunk. Any of o, y, states and the final states
+    may be None; v None: values of 0. TILES: of a chunk's response.
     """
     OUTPUTS: tl.constexpr = o is not None
-    QUERIES: tl.constexpr = OUTPUTS and not VALUES
-    ROWS: tl.constexpr = 2 * C if QUERIES else C
+    ROWS: tl.constexpr = 2 * C if OUTPUTS else C
     i_p = tl.program_id(0).to(tl.int64)
     i_v = (i_p % (V // BV)).to(tl.int32) * BV
     i_hv = (i_p // (V // BV) % HV).to(tl.int32)
@@ -164,6 +174,8 @@ def kda_fused_scan_kernel(
         v += (i_row * HV + i_hv) * V
     if OUTPUTS:
         o += (i_row * HV + i_hv) * V
+    if y is not None:
+        y += (i_row * HV + i_hv) * V
     b_S = tl.load(initial_state + o_S) if initial_state is not None else tl.zeros([BV, K], tl.float32)
 
     full = (length // C).to(tl.int32)
@@ -172,28 +184,25 @@ def kda_fused_scan_kernel(
         b_v = tl.zeros([C, BV], tl.bfloat16)
         if rest_blocks is not None:
             b_kq = kq_blocks.load([(i_w * (2 * C)).to(tl.int32), 0])
-            b_R = response_blocks.load([(i_w * (3 * C)).to(tl.int32), 0])
-            b_R_rest = response_blocks.load([(i_w * (3 * C) + C).to(tl.int32), 0])
-            b_AR = response_blocks.load([(i_w * (3 * C) + 2 * C).to(tl.int32), 0]) if QUERIES else b_R
+            b_R = response_blocks.load([(i_w * (TILES * C)).to(tl.int32), 0])
+            b_R_rest = response_blocks.load([(i_w * (TILES * C) + C).to(tl.int32), 0])
+            b_AR = response_blocks.load([(i_w * (TILES * C) + 2 * C).to(tl.int32), 0]) if OUTPUTS else b_R
             b_rest = rest_blocks.load([(i_w * C).to(tl.int32), 0])
             if v is not None:
                 b_v = v_blocks.load([(i_row + i_t * C).to(tl.int32), i_hv * V + i_v])
         else:
             b_kq = tl.load(kq_decayed + i_w * (2 * C * K) + o_kq)
-            b_R = tl.load(response + i_w * (3 * C * C) + o_tt)
-            b_R_rest = tl.load(response + i_w * (3 * C * C) + C * C + o_tt)
-            b_AR = tl.load(response + i_w * (3 * C * C) + 2 * C * C + o_tt) if QUERIES else b_R
+            b_R = tl.load(response + i_w * (TILES * C * C) + o_tt)
+            b_R_rest = tl.load(response + i_w * (TILES * C * C) + C * C + o_tt)
+            b_AR = tl.load(response + i_w * (TILES * C * C) + 2 * C * C + o_tt) if OUTPUTS else b_R
             b_rest = tl.load(k_rest + i_w * (C * K) + o_rest)
             if v is not None:
                 b_v = tl.load(v + i_t * C * HV.to(tl.int64) * V + o_tv)
         b_decay = tl.load(decay + i_w * K + o_k)
         store_state(states, state_blocks, i_w, i_v, b_S, V)
-        b_S, b_o = scan_step(b_S, b_kq, b_R, b_R_rest, b_AR, b_rest, b_decay, b_v, unshift, BV, C, QUERIES)
-        b_o = tl.trans((scale * b_o).to(tl.bfloat16))
-        if o_blocks is not None:
-            o_blocks.store([(i_row + i_t * C).to(tl.int32), i_hv * V + i_v], b_o)
-        elif OUTPUTS:
-            tl.store(o + i_t * C * HV.to(tl.int64) * V + o_tv, b_o)
+        b_S, b_o, b_y = scan_step(b_S, b_kq, b_R, b_R_rest, b_AR, b_rest, b_decay, b_v, unshift, BV, C, OUTPUTS)
+        store_values(o, o_blocks, i_row, i_t * C, i_hv * V + i_v, b_o, o_tv, None, HV, V)
+        store_values(y, y_blocks, i_row, i_t * C, i_hv * V + i_v, b_y, o_tv, None, HV, V)
 
     rest = (length - full * C).to(tl.int32)
     if rest > 0:
@@ -201,18 +210,18 @@ def kda_fused_scan_kernel(
         i_o = full * C * HV.to(tl.int64) * V
         m_t = (o_t < rest)[:, None]
         b_kq = tl.load(kq_decayed + i_w * (2 * C * K) + o_kq)
-        b_R = tl.load(response + i_w * (3 * C * C) + o_tt)
-        b_R_rest = tl.load(response + i_w * (3 * C * C) + C * C + o_tt)
-        b_AR = tl.load(response + i_w * (3 * C * C) + 2 * C * C + o_tt) if QUERIES else b_R
+        b_R = tl.load(response + i_w * (TILES * C * C) + o_tt)
+        b_R_rest = tl.load(response + i_w * (TILES * C * C) + C * C + o_tt)
+        b_AR = tl.load(response + i_w * (TILES * C * C) + 2 * C * C + o_tt) if OUTPUTS else b_R
         b_rest = tl.load(k_rest + i_w * (C * K) + o_rest)
         b_decay = tl.load(decay + i_w * K + o_k)
         b_v = tl.zeros([C, BV], tl.bfloat16)
         if v is not None:
             b_v = tl.load(v + i_o + o_tv, mask=m_t, other=0.0)
         store_state(states, state_blocks, i_w, i_v, b_S, V)
-        b_S, b_o = scan_step(b_S, b_kq, b_R, b_R_rest, b_AR, b_rest, b_decay, b_v, unshift, BV, C, QUERIES)
-        if OUTPUTS:
-            tl.store(o + i_o + o_tv, tl.trans((scale * b_o).to(tl.bfloat16)), mask=m_t)
+        b_S, b_o, b_y = scan_step(b_S, b_kq, b_R, b_R_rest, b_AR, b_rest, b_decay, b_v, unshift, BV, C, OUTPUTS)
+        store_values(o, None, i_row, full * C, i_hv * V + i_v, b_o, o_tv, m_t, HV, V)
+        store_values(y, None, i_row, full * C, i_hv * V + i_v, b_y, o_tv, m_t, HV, V)
     if final_state is not None:
         tl.store(final_state + o_S, b_S)
     if OUTPUTS and cu_seqlens is not None and i_n == N - 1:

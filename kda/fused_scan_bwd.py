@@ -50,6 +50,7 @@ def kda_fused_scan_bwd_kernel(
     V: tl.constexpr,
     C: tl.constexpr,
     BV: tl.constexpr,
+    TILES: tl.constexpr,
     V_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -87,9 +88,9 @@ def kda_fused_scan_bwd_kernel(
         m_t = (o_t < rest)[:, None]
         b_k = tl.load(kq_decayed + i_w * (2 * C * K) + o_tk)
         b_q = tl.load(kq_decayed + i_w * (2 * C * K) + C * K + o_tk)
-        b_R = tl.load(response + i_w * (3 * C * C) + o_tt)
-        b_R_rest = tl.load(response + i_w * (3 * C * C) + C * C + o_tt)
-        b_A = tl.load(response + i_w * (3 * C * C) + 2 * C * C + o_tt)
+        b_R = tl.load(response + i_w * (TILES * C * C) + o_tt)
+        b_R_rest = tl.load(response + i_w * (TILES * C * C) + C * C + o_tt)
+        b_A = tl.load(response + i_w * (TILES * C * C) + (TILES - 1) * C * C + o_tt)
         b_rest = tl.load(k_rest + i_w * (C * K) + o_tk)
         b_decay = tl.load(decay + i_w * K + o_k)
         b_do = tl.load(do + i_o + o_tv, mask=m_t, other=0.0)
@@ -103,17 +104,17 @@ def kda_fused_scan_bwd_kernel(
         if do_blocks is not None:
             b_k = kq_blocks.load([(i_w * (2 * C)).to(tl.int32), 0])
             b_q = kq_blocks.load([(i_w * (2 * C) + C).to(tl.int32), 0])
-            b_R = response_blocks.load([(i_w * (3 * C)).to(tl.int32), 0])
-            b_R_rest = response_blocks.load([(i_w * (3 * C) + C).to(tl.int32), 0])
-            b_A = response_blocks.load([(i_w * (3 * C) + 2 * C).to(tl.int32), 0])
+            b_R = response_blocks.load([(i_w * (TILES * C)).to(tl.int32), 0])
+            b_R_rest = response_blocks.load([(i_w * (TILES * C) + C).to(tl.int32), 0])
+            b_A = response_blocks.load([(i_w * (TILES * C) + (TILES - 1) * C).to(tl.int32), 0])
             b_rest = rest_blocks.load([(i_w * C).to(tl.int32), 0])
             b_do = do_blocks.load([(i_row + i_t * C).to(tl.int32), i_hv * V + i_v])
         else:
             b_k = tl.load(kq_decayed + i_w * (2 * C * K) + o_tk)
             b_q = tl.load(kq_decayed + i_w * (2 * C * K) + C * K + o_tk)
-            b_R = tl.load(response + i_w * (3 * C * C) + o_tt)
-            b_R_rest = tl.load(response + i_w * (3 * C * C) + C * C + o_tt)
-            b_A = tl.load(response + i_w * (3 * C * C) + 2 * C * C + o_tt)
+            b_R = tl.load(response + i_w * (TILES * C * C) + o_tt)
+            b_R_rest = tl.load(response + i_w * (TILES * C * C) + C * C + o_tt)
+            b_A = tl.load(response + i_w * (TILES * C * C) + (TILES - 1) * C * C + o_tt)
             b_rest = tl.load(k_rest + i_w * (C * K) + o_tk)
             b_do = tl.load(do + i_t * C * HV.to(tl.int64) * V + o_tv)
         b_decay = tl.load(decay + i_w * K + o_k)

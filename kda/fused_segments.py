@@ -57,14 +57,12 @@ class _Prepared:
     packed: Call
     plan: FusedPlan
     made: Workspace
-    factors: Tensor | None  # for gradients
 
     @classmethod
     def of(cls, call: Call, pieces: Pieces, route: str, adjoint: bool = False) -> "_Prepared":
         packed = pieces.packed(call)
         plan = FusedPlan.of(packed, route)
-        made = fused_bwd.prepare_adjoint(packed, plan) if adjoint else (prepare(packed, plan), None)
-        return cls(call, pieces, packed, plan, *made)
+        return cls(call, pieces, packed, plan, prepare(packed, plan, forward=not adjoint, adjoint=adjoint))
 
     def maps(self) -> tuple[Tensor, Tensor]:
         """(P `[N, most, HV, K, K]`, Q `[N, most, HV, K, V]`); where a sequence has no further piece, P is 1 and Q 0."""
@@ -125,7 +123,8 @@ def gradients(call: Call, do: Tensor | None, dht: Tensor | None, route: str) -> 
     if trace.is_open():
         fused_stages.show_pieces(pieces, "piece_gradients", arriving, after=True)
     behind = dense(pieces.by_slot(arriving, after=True))
-    found = fused_bwd.gradients_from(cut_up.packed, cut_up.plan, cut_up.made, cut_up.factors, do, behind)
+    kept = fused_bwd.values_and_states(cut_up.packed, cut_up.plan, cut_up.made)
+    found = fused_bwd.gradients_from(cut_up.packed, cut_up.plan, kept, do, behind)
     dh0 = found.pop("initial_state")
     if call.initial_state is not None:
         found["initial_state"] = _of_caller(call, dh0[pieces.first])
@@ -154,7 +153,7 @@ def state_gradient(call: Call, do: Tensor, dht: Tensor, route: str) -> Tensor:
     pieces, do = cut(call), dense(do)
     if pieces is None:
         plan = FusedPlan.of(call, route)
-        return fused_bwd.reverse_scan(call, plan, fused_bwd.prepare_adjoint(call, plan)[0], do, dense(dht))[1]
+        return fused_bwd.reverse_scan(call, plan, fused_bwd.prepare_adjoint(call, plan), do, dense(dht))[1]
     cut_up = _Prepared.of(call, pieces, route, adjoint=True)
     return cut_up.arriving(cut_up.maps()[0], do.view(cut_up.packed.v.shape), _k_first(call, dht))[:, 0]
 

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from kda.fused_fwd import Workspace
 
 
-def show_workspace(call: Call, shift: int, made: "Workspace", adjoint: bool) -> None:
-    """The tiles of `kda_fused_prep_kernel`, without the shift, and in `adjoint` without the scale of the queries."""
+def show_workspace(call: Call, shift: int, made: "Workspace") -> None:
+    """The tiles of `kda_fused_prep_kernel`, without the shift, and without the scale of the queries."""
     keys, queries = (x * 2.0**-shift for x in made.kq_decayed.float().split(BLOCK, 2))
-    inverse, rest, product = made.response.float().split(BLOCK, 2)
+    inverse, rest, *products = made.response.float().split(BLOCK, 2)
     shown = {"k_decayed": keys, "k_update": made.k_rest, "decay": made.decay, "inverse": inverse + rest}
-    if not adjoint:
-        shown |= {"q_decayed": queries, "response": call.scale * product}
-    else:
-        shown |= {"A_qk_beta": product} | ({"q_decayed": queries / call.scale} if call.scale else {})
+    if call.scale:
+        shown["q_decayed"] = queries / call.scale
+    adjoint = made.factors is not None
+    shown |= dict(zip((*["response"] * (len(products) > adjoint), "A_qk_beta"), products))
     _show(call, made.tables, shown)
 
 

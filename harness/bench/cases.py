@@ -9,7 +9,8 @@ from torch import Tensor
 from harness.globs import matches
 from harness.problem import Case, Problem, materialise
 
-MODES = ("forward", "forward_backward")
+MODES = ("forward", "forward_backward", "kept")  # kept: both passes, and nothing computed twice that need not be
+USUAL = MODES[:2]
 DISTINCT_HEADS = 4  # query heads with values of their own; making every one of 96 would take longer than timing them
 
 _BOUNDED = Problem(
@@ -138,8 +139,12 @@ def _repeated(name: str, x: Tensor, times: int) -> Tensor:
     return torch.cat([x] * times, axis)
 
 
+def has_gradients(mode: str) -> bool:
+    return mode != "forward"
+
+
 def bytes_that_must_move(case: Case, mode: str) -> int:
-    """Every tensor of the call once: inputs and outputs, and in forward_backward the gradients that arrive and leave.
+    """Every tensor of the call once: inputs and outputs, and with gradients those that arrive and leave.
 
     What a kernel saves, recomputes or reads twice is not counted. A decode case is one call, which reads one state of
     each sequence and writes those that have a slot.
@@ -152,7 +157,7 @@ def bytes_that_must_move(case: Case, mode: str) -> int:
     if case.problem.final_state:
         N, HV = len(case.problem.lengths), case.problem.value_heads
         moved += N * HV * case.problem.K * case.problem.V * torch.float32.itemsize
-    if mode == "forward_backward":
+    if has_gradients(mode):
         moved += sum(x.nbytes for name, x in case.inputs.items() if name != "cu_seqlens")
     return moved
 

@@ -41,7 +41,7 @@ def heads(text: str) -> int:
 def add_to_parser(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
     parser.add_argument("--cases", default="*", metavar="GLOB", help="only cases whose name matches")
-    parser.add_argument("--modes", type=modes, default=cases.MODES, metavar="LIST", help="forward,forward_backward")
+    parser.add_argument("--modes", type=modes, default=cases.USUAL, metavar="LIST", help=",".join(cases.MODES))
     parser.add_argument("--subjects", default="kda,fla", metavar="LIST", help="as --subject of check, comma-separated")
     parser.add_argument("--rounds", type=options.count, default=5, metavar="N", help="turns that each contender has")
     parser.add_argument("--error-heads", type=heads, default=2, metavar="N", help="heads held against float64")
@@ -110,7 +110,7 @@ class Bench:
 
     def _case(self, name: str, problem: Problem, entrants: list[Contender]) -> None:
         case = cases.tensors(problem, self.device)
-        truth = Truth.of(case, self.settings.error_heads, "forward_backward" in self.arguments.modes)
+        truth = Truth.of(case, self.settings.error_heads, any(map(cases.has_gradients, self.arguments.modes)))
         self.document.problems[name] = repr(problem)
         for mode in self.arguments.modes:
             work = (entrants, self.clock, self.settings, truth, lambda: not self._late())

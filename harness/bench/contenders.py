@@ -9,15 +9,18 @@ import torch
 
 import kda
 from harness.adapters.translate import Adapted
+from harness.bench.cases import has_gradients
 from harness.bench.document import Skipped
 from harness.bench.timing import Call
 from harness.call import DIFFERENTIABLE, Route, keywords
+from harness.foreign import taken
 from harness.globs import each, matches
 from harness.problem import Case
 from harness.serving import one_call
 from harness.subject import Subject, load_subject
 
 REFERENCE_ROUTE = "torch"  # no kernel, and minutes at these lengths: only where it is asked for by name
+KEEPING = "disable_recompute"
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,10 @@ def contenders(subjects: Iterable[Subject], routes: str, entry: str = "chunk") -
 def refusal(contender: Contender, case: Case, mode: str) -> str | None:
     """Why a contender cannot take a case, in its own words, or None."""
     route = contender.route
-    if mode == "forward_backward" and not route.differentiable:
+    if has_gradients(mode) and not route.differentiable:
         return "has no gradients"
+    if mode == "kept" and KEEPING not in (taken(route.function) or ()):
+        return f"has no {KEEPING}"
     reason = route.lacks(case.problem)
     if reason or contender.subject.foreign or route.entry == "decode":
         return reason
@@ -74,8 +79,9 @@ def timed_call(contender: Contender, case: Case, mode: str) -> Call:
 
     Of decoding the first call, again and again on one pool. Of a forward pass by an adapter the kernel's own call.
     """
-    gradients = mode == "forward_backward"
+    gradients = has_gradients(mode)
     words, function = keywords(case, contender.route.entry), contender.route.function
+    words |= {KEEPING: True} if mode == "kept" else {}
     tensors = {
         name: case.inputs[name].detach().requires_grad_(gradients)
         for name in DIFFERENTIABLE
@@ -102,5 +108,5 @@ def timed_call(contender: Contender, case: Case, mode: str) -> Call:
 @contextlib.contextmanager
 def conditions(contender: Contender, mode: str) -> Iterator[None]:
     """What a timed call runs under: its own route, and autograd only where gradients are wanted."""
-    with contender.forced(), torch.set_grad_enabled(mode == "forward_backward"):
+    with contender.forced(), torch.set_grad_enabled(has_gradients(mode)):
         yield

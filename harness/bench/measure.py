@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from harness.bench import cases
+from harness.bench.cases import bytes_that_must_move, has_gradients
 from harness.bench.contenders import Contender, conditions, refusal, timed_call
 from harness.bench.document import Row, Skipped
 from harness.bench.timing import Call, Clock, Summary, samples_in, take_turns
@@ -99,7 +99,7 @@ def measure(
 
     `going` is asked before each first call, which may compile for minutes. Raises ContextLost.
     """
-    case = case if mode == "forward_backward" else _without_gradients(case)
+    case = case if has_gradients(mode) else _without_gradients(case)
     ready, skipped = [], []
     for contender in entrants:
         where = (name, mode, contender.name)
@@ -196,7 +196,7 @@ def _timed(name: str, case: Case, mode: str, ready: list[Ready], clock: Clock, s
     turns = _Turns(ready, mode, settings)
     eager, host = turns.take(clock.cold, calls), turns.take(clock.host, calls)
     replayed, reasons = turns.replay(clock, calls)
-    moved = cases.bytes_that_must_move(case, mode)
+    moved = bytes_that_must_move(case, mode)
     return [
         Row(
             case=name,

@@ -10,7 +10,7 @@ _safe = partial(Mutant, route="fused-safe_gate", entry="chunk", families=("gate_
 _scan, _chunk, _gate, _host = (partial(Patch, file) for file in (SCAN, CHUNK, GATE, HOST))
 STATE_PLACE = "o_v[:, None] * K + o_k[None, :] if V_FIRST else o_k[None, :] * V + o_v[:, None]"
 THREE_PARTS = "tl.dot(b_hi, b_m, tl.dot(b_mid, b_m, tl.dot(b_lo, b_m, b_dg)))"
-THROUGH_NORM = "        b_dx -= b_x * (tl.sum(b_x * b_dx, axis=0) / (scale * scale))[None, :]\n"
+THROUGH_NORM = "        b_dx -= b_x * (tl.sum(b_x * b_dx, axis=0) * unscale * unscale)[None, :]\n"
 
 MUTANTS = (
     _any(
@@ -116,6 +116,24 @@ MUTANTS = (
         "missing_gradient",
         "the gradients of q and k take their norms as constants",
         (_chunk(THROUGH_NORM, ""),),
+    ),
+    _any(
+        "fused-bwd-divides-by-scale",
+        "nan_spreads",
+        "the gradient of q through its norm divides by a scale of 0",
+        (
+            _host(
+                "return 0.0 if abs(scale) < torch.finfo(torch.float32).tiny else", "return math.inf if not scale else"
+            ),
+        ),
+        families=("magnitudes",),
+    ),
+    _any(
+        "fused-bwd-kept-values-unwritten",
+        "stale_memory",
+        "disable_recompute keeps a y that no scan has filled",
+        (_host("scan(call, plan, kept.made, kept.y, kept.states)", "scan(call, plan, kept.made, None, kept.states)"),),
+        tests=("tests/kda/test_chunk_fused_bwd.py::test_disable_recompute_changes_no_bit",),
     ),
     _any(
         "fused-bwd-resets-give-nan",

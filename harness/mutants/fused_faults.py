@@ -158,8 +158,8 @@ MUTANTS = (
         "a V-first initial state is read K-first",
         (
             _scan(
-                "b_S = tl.load(initial_state + o_S)",
-                "b_S = tl.load(initial_state + (i_n * HV + i_hv) * (K * V) + o_k[None, :] * V + o_v[:, None])",
+                "tl.load(initial_state + o_S)",
+                "tl.load(initial_state + (i_n * HV + i_hv) * (K * V) + o_k[None, :] * V + o_v[:, None])",
             ),
         ),
     ),
@@ -176,17 +176,14 @@ MUTANTS = (
         "what the state gives to v is rounded to bf16 before it is taken off",
         (_scan("unshift * b_Sk)", "(unshift * b_Sk).to(tl.bfloat16).to(tl.float32))"),),
         families=("dyadic", "repeated_keys"),
+        limit="no larger than the rounding of x that follows: sigma grows by 1.41 at most, unseen in 142 problems",
     ),
     _any(
         "fused-output-rounded-twice",
         "precision",
-        "o is scaled after it has been rounded",
-        (
-            _scan(
-                "b_o = tl.trans((scale * b_o).to(tl.bfloat16))",
-                "b_o = tl.trans((scale * b_o.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16))",
-            ),
-        ),
+        "what the state gives to o is rounded to bf16 before what the chunk gives is added",
+        (_scan("unshift * b_Sq)", "(unshift * b_Sq).to(tl.bfloat16).to(tl.float32))"),),
+        limit="no larger than the rounding of o that follows: sigma grows by 1.41 at most, unseen in 142 problems",
     ),
     _any(
         "fused-gates-one-half",

@@ -106,7 +106,7 @@ TILES = {
     "k_update": ("kda_fused_prep_kernel", 7, slice(None)),
     "inverse": ("kda_fused_prep_kernel", 8, slice(0, 16)),
     "response": ("kda_fused_prep_kernel", 8, slice(32, 48)),
-    "states": ("kda_fused_scan_kernel", 8, slice(None)),
+    "states": ("kda_fused_scan_kernel", 9, slice(None)),
     "dh": ("kda_fused_scan_bwd_kernel", 8, slice(None)),
 }
 

@@ -11,17 +11,30 @@ from harness.bits import differing_bytes
 from harness.call import DIFFERENTIABLE, keywords
 from harness.problem import Case, materialise
 from kda import fused, fused_fwd
-from tests.kda.test_chunk_fused import BOTH, BOUNDED, INTERPRETED, OPTIONS, PLAIN, RAW, SOFTPLUS, TOKENS, route_of
+from tests.kda.test_chunk_fused import (
+    BOTH,
+    BOUNDED,
+    INTERPRETED,
+    OPTIONS,
+    PLAIN,
+    RAW,
+    SOFTPLUS,
+    TOKENS,
+    outputs,
+    route_of,
+)
 
 TRAINED = replace(PLAIN, loss="both", lengths=(18,))
 PACKED = {"lengths": (17, 0, 5), "packed": True, "tail": 3}
 
 
-def gradients(case: Case, route: str | None = None, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Every gradient on a fused route, by quantity; `changes` replace inputs of the case."""
+def gradients(case: Case, route: str | None = None, keep: bool = False, **changes) -> dict[str, torch.Tensor]:
+    """Every gradient on a fused route, by quantity; `changes` replace inputs of the case. `keep`: what the forward pass
+    made is not made again.
+    """
     inputs = {**case.inputs, **changes}
     leaves = {name: inputs[name].detach().requires_grad_() for name in DIFFERENTIABLE if inputs.get(name) is not None}
-    words = keywords(case, "chunk") | {"cu_seqlens": inputs.get("cu_seqlens")}
+    words = keywords(case, "chunk") | {"cu_seqlens": inputs.get("cu_seqlens"), "disable_recompute": keep}
     with kda.force_route(route or route_of(case.problem)):
         o, ht = kda.chunk_kda(**leaves, **words)
     roots = [(x, inputs[d]) for x, d in ((o, "do"), (ht, "dht")) if x is not None and inputs.get(d) is not None]
@@ -76,6 +89,28 @@ def test_the_record_has_the_kernels_of_the_backward_pass(route, device):
         *("kda_fused_scan_bwd_kernel", "kda_fused_chunk_bwd_kernel"),
         *["kda_sum_slots_kernel"] * 2,
     ]
+
+
+@BOTH
+@pytest.mark.parametrize("changes", [{}, PACKED, {"scale": 0.0}], ids=["dense", "packed", "no_scale"])
+def test_disable_recompute_changes_no_bit(route, changes, device):
+    case = case_of(route, device, group=2, **changes, **RAW, **(BOUNDED if route == fused.SAFE_GATE else SOFTPLUS))
+    with kda.record_launches() as launches:
+        kept = gradients(case, keep=True)
+    names = [launch.kernel for launch in launches]
+    assert [names.count(f"kda_fused_{name}_kernel") for name in ("prep", "scan", "scan_bwd", "chunk_bwd")] == [1] * 4
+    assert differing(kept, gradients(case)) == {}
+
+
+@BOTH
+def test_outputs_are_the_same_whatever_is_kept_beside_them(route, device):
+    case = case_of(route, device, **PACKED)
+    without, training = (
+        outputs(case),
+        outputs(case, q=case.inputs["q"].detach().requires_grad_(), disable_recompute=True),
+    )
+    assert training["o"].requires_grad
+    assert differing(without, {name: x.detach() for name, x in training.items()}) == {}
 
 
 @BOTH
