@@ -41,7 +41,8 @@ class Tile:
 SCAN = {64: Tile(64, 4, 6, 3), 128: Tile(64, 4, 6, 3), 256: Tile(32, 4, 3, 2)}
 # Columns of K at a time: as many as leave three chunks, of one warp each, to a scheduler's registers, or four where
 # gates are unbounded and every level takes a tile.
-PREP = {"BK": 32, "num_warps": 1, "maxnreg": 168}
+PREP = {"BK": 32, "num_warps": 1}
+PREP_ADJOINT = {**PREP, "maxnreg": 168}  # uncapped 207, and a fifth slower on an H200
 PREP_LEVELS = {"BK": 16, "num_warps": 1, "maxnreg": 128}
 
 
@@ -167,6 +168,12 @@ def options(call: Call, plan: FusedPlan) -> dict[str, object]:
     }
 
 
+def _prep_tile(route: str, adjoint: bool) -> dict[str, int]:
+    if not anchored(route):
+        return PREP_LEVELS
+    return PREP_ADJOINT if adjoint else PREP
+
+
 def prepare(call: Call, plan: FusedPlan, forward: bool = True, adjoint: bool = False) -> Workspace:
     """Every chunk as an operator, all of them at once, for the forward pass, its adjoint, or both."""
     _, T, H, HV, K, _ = call.shape
@@ -175,7 +182,7 @@ def prepare(call: Call, plan: FusedPlan, forward: bool = True, adjoint: bool = F
     sizes = (call.lower_bound or 0.0, call.beta_range, float(plan.shift), call.scale, T, H, HV)
     flags = {**options(call, plan), "BETA_SIGMOID": call.use_beta_sigmoid_in_kernel}
     flags |= {"SOLVED": plan.solved, "FORWARD": forward, "ADJOINT": adjoint}
-    tile = {"K": K, "C": BLOCK, **(PREP if anchored(plan.route) else PREP_LEVELS)}
+    tile = {"K": K, "C": BLOCK, **_prep_tile(plan.route, adjoint)}
     programs = plan.slots * HV if call.sequences else 0
     between = (*made.tensors(), made.factors, *made.tables)
     launch(plan, kda_fused_prep_kernel, programs, *inputs, *between, *sizes, **flags, **tile)
